@@ -66,14 +66,12 @@ class DecodingPair:
     def encode(self, prompt_set: EvalPrompt) -> list[list[int]]:
         """Tokens of each prompt; UserError for one that cannot be written or leaves no room."""
         tokenizer, token_lists = self.model.tokenizer, []
-        for prompt, tools, origin in zip(
-            prompt_set.prompts, prompt_set.tools, prompt_set.origins, strict=True
-        ):
+        for prompt, tools, kwargs, origin in zip(*prompt_set[1:], strict=True):
             try:
                 if self.raw:
                     token_lists.append(list(encode(tokenizer, prompt)))
                 else:
-                    token_lists.append(prompt_tokens(tokenizer, prompt, tools))
+                    token_lists.append(prompt_tokens(tokenizer, prompt, tools, kwargs=kwargs))
             except TemplateFailed as error:
                 raise UserError(f"{prompt_set.name}: {origin} cannot be written: {error}") from None
         return token_lists
@@ -88,6 +86,7 @@ class DecodingPair:
                 max_len=self.model.max_len,
                 max_batch=rows,
                 to_text=self.model.tokenizer.decode,
+                tokenizer=self.model.tokenizer,
                 mesh=self.model.mesh,
             )
 

@@ -27,6 +27,8 @@ class EvalPrompt(NamedTuple):
     """Messages of each, or its text with --raw."""
     tools: list[Any]
     """Of each; None: none."""
+    kwargs: list[Any]
+    """Of each, its variables of the chat template; None: none."""
     origins: list[str]
 
 
@@ -48,8 +50,9 @@ def open_asked(
     for source in sets:
         benchmark = open_prompt_set(source, most)
         messages = [[{"role": "user", "content": turns[0]}] for turns in benchmark.turns]
+        empty = [None] * len(messages)
         prompt_sets.append(
-            EvalPrompt(benchmark.name, messages, [None] * len(messages), benchmark.origins)
+            EvalPrompt(benchmark.name, messages, empty, empty, benchmark.origins)
         )
     if data is not None:
         prompt_sets.append(open_data(data, overrides, MOST if most is None else most, raw))
@@ -64,7 +67,7 @@ def open_data(path: str, overrides: list[str], most: int, raw: bool) -> EvalProm
         raise UserError("speculate: dataset.streaming true is not for prompts; remove it")
     named = getattr(rows, "origin", lambda index: f"{path} row {index}")
 
-    def read_all() -> Iterator[tuple[Any, Any, str]]:
+    def read_all() -> Iterator[tuple[Any, Any, Any, str]]:
         for index in range(len(rows)):
             try:
                 yield from read_prompts(rows[index], dataset, named(index), raw)
@@ -74,23 +77,24 @@ def open_data(path: str, overrides: list[str], most: int, raw: bool) -> EvalProm
     entries = list(islice(read_all(), most))
     if not entries:
         raise UserError(f"{path}: no row has a turn of an assistant to ask for")
-    prompts, tools, origins = map(list, zip(*entries, strict=True))
-    return EvalPrompt(path.rpartition("/")[2], prompts, tools, origins)
+    columns = map(list, zip(*entries, strict=True))
+    return EvalPrompt(path.rpartition("/")[2], *columns)
 
 
 def read_prompts(
     row: Mapping[str, Any], dataset: DatasetConfig, origin: str, raw: bool
-) -> Iterator[tuple[Any, Any, str]]:
-    """(prompt, tools, where it stands) of each turn of the assistant in a row; of a row that ends
-    before one, the row itself."""
+) -> Iterator[tuple[Any, Any, Any, str]]:
+    """(prompt, tools, variables of the chat template, where it stands) of each turn of the
+    assistant in a row; of a row that ends before one, the row itself."""
     columns = Row(row, **dataset.reading)
     if raw:
         text = columns.get("prompt")
         if not isinstance(text, str) or not text:
             raise UserError(f"{origin}: --raw needs a text in the column prompt")
-        yield text, None, origin
+        yield text, None, None, origin
         return
     messages = columns.messages()
+    kwargs = {**dataset.chat_template_kwargs, **(columns.chat_template_kwargs() or {})} or None
     if messages is None:
         prompt = read_prompt(columns)
         if prompt is None:
@@ -98,7 +102,7 @@ def read_prompts(
                 f"{origin}: needs the column messages or prompt; it has {', '.join(row) or 'none'};"
                 " see dataset.fields"
             )
-        yield prompt.messages, prompt.tools, origin
+        yield prompt.messages, prompt.tools, kwargs, origin
         return
     messages, tools = without_flags(columns.with_context(messages)), columns.tools()
     ends = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
@@ -106,4 +110,4 @@ def read_prompts(
         ends.append(len(messages))
     for end in ends:
         if end:
-            yield messages[:end], tools, origin
+            yield messages[:end], tools, kwargs, origin

@@ -1,5 +1,6 @@
 """TRL's command lines (`trl dpo --model_name_or_path ...`) and its YAML files."""
 
+import json
 import math
 import re
 import shlex
@@ -42,6 +43,16 @@ COMMON_DEFAULTS = {
     "gradient_checkpointing": True,
 }
 SAMPLING_DEFAULTS = {"max_completion_length": 512, "temperature": 1.0}
+SAMPLED = {
+    **{name: name for name in ("temperature", "top_p", "top_k", "min_p", "seed", "stop")},
+    **dict.fromkeys(("max_tokens", "max_new_tokens"), "max_new_tokens"),
+}
+"""Keys of generation_kwargs that section sampling has, by their names there."""
+NOT_SENT = (
+    *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "stop_token_ids"),
+    *("prompt_logprobs", "detokenize", "n", "structured_outputs", "guided_decoding"),
+)
+"""Keys of generation_kwargs that every request has fixed values of, or none."""
 
 
 def _rewards(conversion: Conversion, value: Any) -> None:
@@ -193,8 +204,27 @@ def _set_datasets(conversion: Conversion) -> None:
         conversion.set("data.eval_datasets", [{**dataset, "split": split}])
 
 
+def _set_generation(conversion: Conversion, kwargs: Any) -> None:
+    """Set sampling parameters, which there replace those of other keys."""
+    for name, value in (json.loads(kwargs) if isinstance(kwargs, str) else kwargs).items():
+        key = f"generation_kwargs.{name}"
+        if name in SAMPLED:
+            conversion.set(
+                f"sampling.{SAMPLED[name]}", list(listed(value)) if name == "stop" else value
+            )
+        elif name in NOT_SENT:
+            why = "log-probs would not be the policy's, or section sampling has it"
+            conversion.missed.append((key, value, why))
+        elif conversion.get("rollout.engine") == "vllm":
+            conversion.set(f"rollout.vllm.{key}", value)
+        else:
+            why = "the sampler in the process draws as section sampling says"
+            conversion.missed.append((key, value, why))
+
+
 def set_servers(conversion: Conversion, settings: Mapping[str, Any]) -> None:
     """Set the servers of a run that samples with vLLM; beside the trainer they are its own."""
+    _set_generation(conversion, settings.get("generation_kwargs") or {})
     if conversion.get("rollout.engine") != "vllm":
         conversion.remove("rollout.vllm")
         return

@@ -16,6 +16,7 @@ import string
 from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
+from jaxtrain.data.chat.omissions import Kwargs
 from jaxtrain.data.chat.template import TemplateFailed, decode_answer
 from jaxtrain.environments.chat_request import (
     ChatRequest,
@@ -79,14 +80,15 @@ class EpisodeRecord:
         index: int,
         base_url: str = "",
         within: "EpisodeRecord | None" = None,
+        kwargs: Kwargs = None,
     ):
         """within: record of the same event loop that fails with this one; by default the running
-        loop is used."""
+        loop is used. kwargs: variables of the chat template, which those of a request replace."""
         self.id, self.base_url = episode_id, base_url
         """base_url: URL with the episode in its path, for agents configured with a URL only."""
         self.engine, self.sampling, self.index = engine, sampling, index
         self.form = form
-        self.within = within
+        self.within, self.kwargs = within, dict(kwargs or {})
         self.loop = asyncio.get_running_loop() if within is None else within.loop
         self.history = TokenHistory(form.template)
         self.num_calls = 0
@@ -248,8 +250,8 @@ class EpisodeRecord:
             {"role": "assistant", "content": message["content"]} if index in drawn else message
             for index, message in enumerate(request.messages)
         ]
-        most = self.form.row_tokens
-        prompt = self.history.prepare(messages, drawn, request.tools, request.kwargs, most)
+        most, kwargs = self.form.row_tokens, {**self.kwargs, **(request.kwargs or {})} or None
+        prompt = self.history.prepare(messages, drawn, request.tools, kwargs, most)
         return request, drawn, prompt
 
     def _refuse_length(self, size: str) -> NoReturn:

@@ -20,6 +20,7 @@ from weakref import WeakKeyDictionary
 import aiohttp
 
 from jaxtrain.config.gym import GymConfig
+from jaxtrain.data.chat.messages import MalformedRow, read_json
 from jaxtrain.environments.chat_request import message_key, read_input, read_tools
 from jaxtrain.environments.episode_record import ChatAnswer, EpisodeRecord
 from jaxtrain.environments.gym_servers import share_servers
@@ -113,7 +114,9 @@ class NemoGym:
         )
         with waiting():
             await room.acquire()
-        record, seen = self.servers.policy.begin(engine, sampling, index), self.servers.found
+        kwargs = row.get("chat_template_kwargs")
+        record = self.servers.policy.begin(engine, sampling, index, kwargs=kwargs)
+        seen = self.servers.found
         try:
             url = self.servers.find(name, self.config.mode)
             if self.config.mode == "verify":
@@ -188,11 +191,13 @@ class NemoGym:
             if params.get("instructions"):
                 messages = [{"role": "system", "content": params["instructions"]}, *messages]
             body = {"messages": messages, "tools": read_tools(params.get("tools"))}
+            if kwargs := (params.get("metadata") or {}).get("chat_template_kwargs"):
+                body["chat_template_kwargs"] = read_json(kwargs, "metadata.chat_template_kwargs")
             most = params.get("max_output_tokens")
             answer = await record.watch(
                 record.chat({**body, **({"max_tokens": most} if most else {})})
             )
-        except RequestRefused as error:
+        except (RequestRefused, MalformedRow) as error:
             raise EpisodeFailed("gym: row", cause=str(error), again=False) from None
         body = {**row, PARAMS: params}
         async with open_session(self.servers.headers) as session:

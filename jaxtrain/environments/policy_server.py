@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
+from jaxtrain.data.chat.omissions import Kwargs
 from jaxtrain.environments.chat_request import MODEL, limit, read_stop_ids
 from jaxtrain.environments.chat_response import split_chat, write_chat, write_tokens
 from jaxtrain.environments.episode_record import ChatAnswer, EndpointFormat, EpisodeRecord
@@ -112,19 +113,20 @@ class PolicyServer:
         index: int,
         episode_id: str | None = None,
         within: EpisodeRecord | None = None,
+        kwargs: Kwargs = None,
     ) -> EpisodeRecord:
         """Register an episode, so that requests can sample for it.
 
         Must be called in the event loop of its engine, or with `within` from any thread.
         episode_id: id chosen by the caller. within: the game that it is part of, which fails with
-        it.
+        it. kwargs: variables of the chat template, which those of a request replace.
         """
         with self._lock:
             self._count += 1
             name = episode_id or f"{index}-{self._count}"
             form = EndpointFormat(self.template, self.family, self.max_model_len, self._note)
             url = f"http://{self.host}:{self.port}/e/{name}/v1"
-            record = EpisodeRecord(name, form, engine, sampling, index, url, within)
+            record = EpisodeRecord(name, form, engine, sampling, index, url, within, kwargs)
             self._records[name] = record
         return record
 

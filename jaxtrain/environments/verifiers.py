@@ -16,6 +16,7 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 from jaxtrain.config import EnvConfig
+from jaxtrain.data.chat.omissions import Kwargs
 from jaxtrain.environments.episode_record import EpisodeRecord
 from jaxtrain.environments.policy_server import PolicyServer
 from jaxtrain.environments.verifiers_thread import VerifiersEnvironment
@@ -61,7 +62,8 @@ class Verifiers:
         with getattr(engine, "waiting", nullcontext)():
             await asyncio.to_thread(self.stage.open)
             await room.acquire()
-        game = VerifiersGame(self.policy, engine, sampling, index, self.policies)
+        kwargs = row.get("chat_template_kwargs")
+        game = VerifiersGame(self.policy, engine, sampling, index, self.policies, kwargs)
         try:
             work = self.stage.play(number, game.mint, game.is_full)
             return game.finish(await game.whole.watch(work), len(self.stage.roles) > 1)
@@ -85,10 +87,12 @@ class VerifiersGame:
         sampling: Sampling,
         index: int,
         policies: Mapping[str, str],
+        kwargs: Kwargs = None,
     ):
-        """Create it in the engine's event loop. policies: names in section policies, by agent."""
+        """Create it in the engine's event loop. policies: names in section policies, by agent.
+        kwargs: variables of the chat template."""
         self.policy, self.engine, self.sampling, self.index = policy, engine, sampling, index
-        self.policies = policies
+        self.policies, self.kwargs = policies, kwargs
         self.whole = policy.begin(engine, sampling, index)
         """Record that fails if any of them fails."""
         self.records: dict[str, EpisodeRecord] = {}
@@ -103,7 +107,7 @@ class VerifiersGame:
                 return
             engine = policies[name]
         self.records[trace.id] = self.policy.begin(
-            engine, self.sampling, self.index, trace.id, self.whole
+            engine, self.sampling, self.index, trace.id, self.whole, self.kwargs
         )
 
     def is_full(self) -> bool:

@@ -1,10 +1,14 @@
 """Matrices in the layouts of compressed-tensors, which vLLM and transformers read; both directions.
+Those of NVIDIA's modelopt, and NVFP4 of either, are read.
 
     scheme  tensors of a matrix X [out, in]                                   w =
-    fp8     X.weight float8_e4m3fn [out, in], X.weight_scale [out, 1]         weight x scale
-    int8    X.weight int8 [out, in], X.weight_scale [out, 1]                  weight x scale
+    fp8     X.weight float8_e4m3fn [out, in], X.weight_scale [out, 1] or [1]  weight x scale
+    int8    X.weight int8 [out, in], X.weight_scale [out, 1] or [1]           weight x scale
     int4    X.weight_packed int32 [out, in / 8], X.weight_scale [out, in / g],  (nibble - 8) x scale
             X.weight_shape int64 [2]
+    nvfp4   X.weight_packed uint8 [out, in / 2], X.weight_scale float8        E2M1 x scale / global
+            [out, in / 16], X.weight_global_scale [1]
+    nvfp4   of modelopt: X.weight uint8, X.weight_scale, X.weight_scale_2     E2M1 x scale x scale_2
 
 A nibble is a code + 8, the lowest of a word first; g is the size of a group, which shares a scale.
 Scales are rounded to bfloat16 before they divide the weights (github.com/vllm-project/
@@ -29,6 +33,14 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
 NIBBLES = 8
 """Codes of 4 bits in a word of weight_packed."""
+MODELOPT = "modelopt"
+"""quantization_config.quant_method of NVIDIA's folders."""
+ALGORITHMS = ("FP8", "NVFP4")
+"""Values of quant_algo of modelopt that are read."""
+NVFP4_FORMAT, NVFP4_GROUP = "nvfp4-pack-quantized", 16
+E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
+PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], -1)
+"""float32 [256, 2]: both codes of a byte, the first in its low half."""
 
 
 @dataclass(frozen=True)
@@ -109,17 +121,18 @@ class Compressed:
                 raise UserError(f"{codes.file}: {shorten(name)}_packed has no {name}_shape of 2")
             shape = tuple(int(size) for size in stored_shape.read(full_index((2,))))
         num_out, num_in = shape if len(shape) == 2 else (0, 0)
-        count = scales.shape[1] if len(scales.shape) == 2 else 0
-        fits = count > 0 and num_in % count == 0 and scales.shape[0] == num_out
+        self.whole = scales.shape in ((), (1,)) and not self.grouped
+        count = scales.shape[1] if len(scales.shape) == 2 else int(self.whole)
+        fits = count > 0 and num_in % count == 0 and (self.whole or scales.shape[0] == num_out)
         if self.grouped:
             fits = fits and codes.shape == (num_out, -(-num_in // NIBBLES))
         if not fits:
             raise UserError(
                 f"{codes.file}: {shorten(self.parts[0])} {codes.shape} and {self.parts[1]}"
                 f" {scales.shape} do not belong together as weights {shape}: one scale for each"
-                " row, or for each group of a row"
+                " row, for each group of a row, or for all"
             )
-        self.shape = shape
+        self.shape, self.scales = shape, scales.shape
         self.group = num_in // count
 
     def read(self, fetch: Fetch, index: Index) -> np.ndarray:
@@ -134,6 +147,9 @@ class Compressed:
             wide = codes[:, inside][:, :: columns.step or 1] - 8
         else:
             wide = fetch(self.parts[0], index).astype(np.float32)
+        if self.whole:
+            scale = fetch(self.parts[1], full_index(self.scales))
+            return (wide * scale.astype(np.float32)).astype(BFLOAT16)
         first = columns.start // self.group
         scales = fetch(self.parts[1], (rows, slice(first, -(-columns.stop // self.group))))
         group_index = (
@@ -143,15 +159,53 @@ class Compressed:
         return wide.astype(BFLOAT16)
 
 
-def find_compressed(tensors: Mapping[str, TensorLocation]) -> dict[str, Compressed]:
+class NVFP4:
+    """A matrix [out, in] stored in E2M1 with a scale for 16 numbers and one for all; a
+    `packed.PackedTensor`."""
+
+    def __init__(self, name: str, tensors: Mapping[str, TensorLocation]):
+        """name: "X.weight"."""
+        self.divides = f"{name}_packed" in tensors
+        ends = ("_packed", "_scale", "_global_scale") if self.divides else ("", "_scale", "_scale_2")
+        self.parts = tuple(name + end for end in ends)
+        codes, scales = (tensors[part] for part in self.parts[:2])
+        factor = tensors.get(self.parts[2])
+        self.shape = (*codes.shape[:-1], 2 * codes.shape[-1])
+        expected = (*codes.shape[:-1], 2 * codes.shape[-1] // NVFP4_GROUP)
+        if scales.shape != expected or factor is None or factor.shape not in ((), (1,)):
+            raise UserError(
+                f"{codes.file}: {shorten(self.parts[0])} {codes.shape} needs {self.parts[1]}"
+                f" {expected} and {self.parts[2]} with one number, as weights in NVFP4"
+            )
+        self.factor = factor.shape
+
+    def read(self, fetch: Fetch, index: Index) -> np.ndarray:
+        """Return [index] in bfloat16."""
+        *lead, columns = index
+        first, last = columns.start // NVFP4_GROUP, -(-columns.stop // NVFP4_GROUP)
+        half = NVFP4_GROUP // 2
+        codes = fetch(self.parts[0], (*lead, slice(first * half, last * half)))
+        scales = fetch(self.parts[1], (*lead, slice(first, last))).astype(np.float32)
+        factor = fetch(self.parts[2], full_index(self.factor)).astype(np.float32)
+        scales = scales / factor if self.divides else scales * factor
+        wide = PAIRS[codes].reshape(*scales.shape, NVFP4_GROUP) * scales[..., None]
+        offset = first * NVFP4_GROUP
+        inside = slice(columns.start - offset, columns.stop - offset, columns.step)
+        return wide.reshape(*scales.shape[:-1], -1)[..., inside].astype(BFLOAT16)
+
+
+def find_compressed(tensors: Mapping[str, TensorLocation]) -> dict[str, Compressed | NVFP4]:
     """Return the matrices that these tensors store in one of the layouts."""
-    matrices = {}
-    for name in tensors:
+    matrices: dict[str, Compressed | NVFP4] = {}
+    for name, scales in tensors.items():
         base = name.removesuffix("_scale")
         if base == name or not base.endswith(".weight"):
             continue
         codes, words = tensors.get(base), tensors.get(f"{base}_packed")
-        if words is not None and words.dtype == np.int32:
+        stored = words if words is not None else codes
+        if stored is not None and stored.dtype == np.uint8 and scales.dtype == FLOAT8:
+            matrices[base] = NVFP4(base, tensors)
+        elif words is not None and words.dtype == np.int32:
             matrices[base] = Compressed(base, tensors)
         elif codes is not None and codes.dtype in (np.dtype(np.int8), FLOAT8):
             matrices[base] = Compressed(base, tensors)
@@ -183,10 +237,10 @@ def check_config(packing: Mapping[str, Any]) -> None:
     """Raise UserError for a quantization_config that is not supported."""
     key_path = f"config.json: quantization_config of {METHOD}"
     advice = "; convert such weights to plain ones with transformers"
-    if packing.get("format") not in FORMATS:
+    if packing.get("format") not in (*FORMATS, NVFP4_FORMAT):
         raise UserError(
             f"{key_path}: format is {describe(packing.get('format'))}; read are"
-            f" {', '.join(FORMATS)}{advice}"
+            f" {', '.join(FORMATS)}, {NVFP4_FORMAT}{advice}"
         )
     groups = packing.get("config_groups")
     if not isinstance(groups, Mapping) or not groups:
@@ -199,8 +253,20 @@ def check_config(packing: Mapping[str, Any]) -> None:
             if weights.get(key) not in allowed:
                 raise UserError(f"{key_path}: {spell(name)}.weights.{key} is not read{advice}")
         form = (weights.get("type"), weights.get("num_bits"))
-        if form not in {(scheme.kind, scheme.bits) for scheme in SCHEMES.values()}:
+        read = {(scheme.kind, scheme.bits) for scheme in SCHEMES.values()}
+        if form not in read and (form != ("float", 4) or weights.get("group_size") != NVFP4_GROUP):
             raise UserError(
                 f"{key_path}: {spell(name)} has weights of {describe(form[1])} bits, type"
-                f" {describe(form[0])}; read are fp8, int8 and int4{advice}"
+                f" {describe(form[0])}; read are fp8, int8, int4 and nvfp4{advice}"
             )
+
+
+def check_modelopt(packing: Mapping[str, Any]) -> None:
+    """Raise UserError for a quantization_config of modelopt that is not supported."""
+    algorithm = packing.get("quant_algo")
+    if algorithm not in ALGORITHMS:
+        raise UserError(
+            f"config.json: quantization_config of {MODELOPT}: quant_algo is {describe(algorithm)};"
+            f" read are {' and '.join(ALGORITHMS)}. Name the model that it was made of, whose weights"
+            " are plain"
+        )

@@ -106,6 +106,8 @@ def with_keys(config: Mapping[str, Any], keys: Mapping[str, Any]) -> dict[str, A
 def copy_beside(base: Path, output: Path) -> None:
     """Copy the files next to a folder's weights: configs, tokenizer, template."""
     for file in base.iterdir():
+        if file.name == "hf_quant_config.json":  # of modelopt: what is written is plain
+            continue
         if file.is_file() and not SHARD.fullmatch(file.name) and not file.name.startswith("."):
             if file.suffix in (".json", ".jinja", ".txt", ".model"):
                 check_inside(base, file)  # the folder may be given to others

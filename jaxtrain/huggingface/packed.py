@@ -6,9 +6,9 @@ A byte is two codes of E2M1, the first in its low half; a scale is a power of tw
 
 FP8 in blocks (DeepSeek-V3: arXiv:2412.19437, section 3.3.2): `X` float8_e4m3fn [..., out, in] is
 to be multiplied with `X_scale_inv` [..., out / 128, in / 128], rounded up, each number for a block
-of 128 x 128.
+of 128 x 128; or with one number for the whole matrix.
 
-What compressed-tensors and `jaxtrain quantize` write: huggingface/compressed.py.
+What compressed-tensors, NVIDIA's modelopt and `jaxtrain quantize` write: huggingface/compressed.py.
 
 Only what is fetched is decoded, and the parts of a tensor may lie in different shards. Names are
 those of transformers' causal models, whatever wrapped the model that was saved.
@@ -22,21 +22,27 @@ from typing import Any, Protocol
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.compressed import BFLOAT16, FLOAT8, METHOD, check_config, find_compressed
+from jaxtrain.huggingface.compressed import (
+    BFLOAT16,
+    FLOAT8,
+    METHOD,
+    MODELOPT,
+    PAIRS,
+    check_config,
+    check_modelopt,
+    find_compressed,
+)
 from jaxtrain.huggingface.files import describe, shorten, spell
 from jaxtrain.huggingface.ops import Fetch, Index, full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder, TensorLocation
 
 SCALES = "_scale_inv"
-METHODS = ("mxfp4", "fp8", METHOD)
+METHODS = ("mxfp4", "fp8", METHOD, MODELOPT)
 """Values of quantization_config.quant_method that are read."""
 MXFP4_BLOCK = 32
 FP8_BLOCK = 128
 E4M3 = np.arange(256, dtype=np.uint8).view(FLOAT8).astype(np.float32)
 """float32 [256]: what each byte stands for."""
-E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6], np.float32)
-PAIRS = np.stack([E2M1[np.arange(256) & 15], E2M1[np.arange(256) >> 4]], -1)
-"""float32 [256, 2]: both codes of a byte."""
 PAIR_BITS = PAIRS.astype(BFLOAT16).view(np.uint32)[:, 0]
 """The same in bfloat16, as one number."""
 WRAPPED = re.compile(
@@ -49,6 +55,8 @@ BUFFER = re.compile(
 """Buffers of older transformers, which are no weights."""
 MASK = re.compile(r"(^|\.)(self_attn|attn|attention)\.(bias|mask)$")
 """Names of causal masks [1, 1, T, T], and of biases [out]."""
+OF_ACTIVATIONS = re.compile(r"(input_scale|input_global_scale|activation_scale|\.[qkv]_scale)$")
+"""Names of scales that concern activations and caches of a server alone."""
 MIDDLE_SCALES = (2, 252)
 """Between these, both included, a scale moves no exponent of bfloat16 out of its range."""
 
@@ -114,13 +122,15 @@ def decode_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
 
 
 class FP8:
-    """A tensor stored in FP8 with a scale per block."""
+    """A tensor stored in FP8 with a scale per block, or one for each matrix."""
 
     def __init__(self, name: str, codes: TensorLocation, scales: TensorLocation):
         self.parts = (name, f"{name}{SCALES}")
         *lead, num_out, num_in = codes.shape
         expected = (*lead, -(-num_out // FP8_BLOCK), -(-num_in // FP8_BLOCK))
-        if scales.shape != expected:
+        self.whole = scales.shape in ((*lead, 1, 1), (), (1,))
+        self.scales = scales.shape
+        if not self.whole and scales.shape != expected:
             raise UserError(
                 f"{scales.file}: {shorten(self.parts[1])} {scales.shape} does not fit weights"
                 f" {codes.shape} in FP8: {expected}, one scale for each {FP8_BLOCK} x {FP8_BLOCK}"
@@ -129,6 +139,11 @@ class FP8:
 
     def read(self, fetch, index):
         *lead, rows, columns = index
+        if self.whole:
+            codes = E4M3[fetch(self.parts[0], index).view(np.uint8)]
+            where = (*lead, *full_index((1, 1))) if len(self.scales) > 1 else None
+            scales = fetch(self.parts[1], where or full_index(self.scales))
+            return (codes * scales.astype(np.float32)).astype(BFLOAT16)
         places = [np.arange(dim.start, dim.stop, dim.step) // FP8_BLOCK for dim in (rows, columns)]
         blocks = [
             slice(dim.start // FP8_BLOCK, -(-dim.stop // FP8_BLOCK)) for dim in (rows, columns)
@@ -167,6 +182,9 @@ class PackedFolder(StoredFolder):
             **find_fp8(self._stored),
             **find_compressed(self._stored),
         }
+        for name in list(self.tensors) if self.packed else ():
+            if OF_ACTIVATIONS.search(name) and np.prod(self.tensors[name].shape) == 1:
+                del self.tensors[name]
         for name, packed in self.packed.items():
             home = self._stored[packed.parts[0]]
             for part in packed.parts:
@@ -249,12 +267,14 @@ def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
         )
     packing = packing or {}
     block = packing.get("weight_block_size")
-    if packing.get("quant_method") == "fp8" and block != [FP8_BLOCK, FP8_BLOCK]:
+    if packing.get("quant_method") == "fp8" and block not in (None, [FP8_BLOCK, FP8_BLOCK]):
         raise UserError(
             f"config.json: quantization_config.weight_block_size is {describe(block)}; weights in"
-            f" FP8 are read with scales of blocks of {FP8_BLOCK} x {FP8_BLOCK} only; convert others"
-            " to plain weights with transformers"
+            f" FP8 are read with scales of blocks of {FP8_BLOCK} x {FP8_BLOCK}, or of whole"
+            " matrices (null); convert others to plain weights with transformers"
         )
+    if packing.get("quant_method") == MODELOPT:
+        check_modelopt(packing)
     if packing.get("quant_method") == METHOD:
         check_config(packing)
     return {key: value for key, value in raw.items() if key != "quantization_config"}

@@ -212,6 +212,29 @@ def test_a_policy_draws_from_all_tokens():
     assert conversion.get("data.sequence_len") == 1624, "Axolotl's 512 hold no answer"
 
 
+def test_parameters_of_generation_go_where_they_are_read(tmp_path):
+    flags = {"generation_kwargs": {"min_tokens": 8, "stop": "END", "repetition_penalty": 1.1}}
+    flags |= {"vllm_structured_outputs_regex": "(yes|no)", "reward_funcs": ["f.py:r"]}
+    common = {"model_name_or_path": "m", "dataset_name": "d", **flags}
+    served = convert("trl", **common, use_vllm=True)
+    sampling = served.get("sampling")
+    assert sampling["structured_outputs"] == {"regex": "(yes|no)"} and sampling["stop"] == ["END"]
+    assert served.get("rollout.vllm.generation_kwargs") == {"min_tokens": 8}
+    missed = {key for key, *_ in served.missed}
+    assert missed == {"generation_kwargs.repetition_penalty"}
+    local = convert("trl", **common)
+    assert local.get("rollout.vllm") is None and local.get("sampling") == sampling
+    assert {key for key, *_ in local.missed} == missed | {"generation_kwargs.min_tokens"}
+    command = "trl grpo --model_name_or_path m --dataset_name d --reward_funcs f.py:r --use_vllm"
+    text = f"""{command} --generation_kwargs '{{"min_tokens": 8, "temperature": 0.9}}'"""
+    code, ours, _ = run(tmp_path, {"a.sh": text})
+    assert code == 0 and ours["rollout"]["vllm"]["generation_kwargs"] == {"min_tokens": 8}
+    assert ours["sampling"]["temperature"] == 0.9, "as there, they replace the other keys"
+    trl = {"use_vllm": True, "reward_funcs": ["a.py:f"], "generation_kwargs": {"bad_words": ["x"]}}
+    conversion = convert("axolotl", **{**BASE, "micro_batch_size": 4}, rl="grpo", trl=trl)
+    assert conversion.get("rollout.vllm.generation_kwargs") == {"bad_words": ["x"]}
+
+
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [

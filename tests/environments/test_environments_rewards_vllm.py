@@ -68,6 +68,23 @@ def test_answers_go_as_token_ids_that_end_with_the_turn(server):
     assert long == [actual[0], None, actual[2]]
 
 
+def test_messages_are_read_as_rows_are(server):
+    """An endpoint's call has its arguments as text, older models `function_call`."""
+    function = {"name": "f", "arguments": {"x": 1}}
+    forms = (
+        {"tool_calls": [{"type": "function", "function": function}]},
+        {"tool_calls": [{"function": {**function, "arguments": '{"x": 1}'}}]},
+        {"function_call": {**function, "arguments": '{"x": 1}'}},
+    )
+    answers = [[{"role": "assistant", "content": None, **form}] for form in forms]
+    judge(answers, prompt="2+2?", url=server.url, tokenizer="builtin")
+    first, *others = server.seen[0][2]["input"]
+    text = load_tokenizer("builtin").decode(first)
+    assert '{"name": "f", "arguments": {"x": 1}}' in text and others == [first, first]
+    judge([[{"role": "nobody"}], ANSWERS[0]], url=server.url, tokenizer="builtin")
+    assert len(server.seen[1][2]["input"]) == 1, "what is no message is not scored"
+
+
 def test_without_a_tokenizer_messages_and_texts_go_as_they_are(server):
     assert judge(ANSWERS[:2], url=[server.url]) == [2.0, 2.0]
     assert server.seen[0][2]["messages"] == PROMPT + ANSWERS[0]

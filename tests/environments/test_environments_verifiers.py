@@ -68,13 +68,20 @@ class FakeStage:
         pass
 
 
-def play_fake(traces, texts, roles=("solver", "verifier", "judge"), peers=None, **section):
+def play_fake(
+    traces, texts, roles=("solver", "verifier", "judge"), peers=None, row=None, **section
+):
     """(the episodes of a game, what it drew of) of a scripted package."""
     world, tokenizer = open_sums(**section), load_tokenizer("builtin")
+    if row:
+        world.policy.template.tokenizer.chat_template = (
+            "{{ mood }}|" + world.policy.template.tokenizer.chat_template
+        )
     world.stage = FakeStage(world.policy, traces, list(roles))
     engine = ScriptedEngine(tokenizer, texts, peers)
     try:
-        game = asyncio.run(GuardedEnv(world, "env").run({"task": 0}, engine, SAMPLING, 0))
+        row = {"task": 0, **(row or {})}
+        game = asyncio.run(GuardedEnv(world, "env").run(row, engine, SAMPLING, 0))
         assert not world.policy._records, "games are forgotten when they have ended"
         return [game, *game.others]
     finally:
@@ -102,6 +109,12 @@ def test_each_agent_has_its_own_rewards_and_one_that_is_not_trained_only_draws()
     ]
     (alone,) = play_fake([trace("agent", {"won": 1.0})], ["five"], roles=["agent"])
     assert alone.agent == "" and alone.rewards == {"won": 1.0}
+
+
+def test_variables_of_the_chat_template_come_from_rows():
+    traces, row = [trace("agent", {"won": 1.0})], {"chat_template_kwargs": {"mood": "bright"}}
+    (alone,) = play_fake(traces, ["five"], roles=["agent"], row=row)
+    assert load_tokenizer("builtin").decode(alone.tokens).startswith("bright|")
 
 
 def test_an_agent_may_be_another_policy():

@@ -1,4 +1,5 @@
-"""FP8 folders with scales of blocks, as DeepSeek, Kimi, GLM, MiniMax and Qwen publish them."""
+"""FP8 folders with scales of blocks, as DeepSeek, Kimi, GLM, MiniMax and Qwen publish them, with one
+scale for a matrix, as Mistral and NVIDIA do, and NVIDIA's NVFP4."""
 
 import json
 
@@ -119,6 +120,89 @@ def test_what_is_not_read_is_named(tmp_path):
     store(tmp_path, {"a.weight": codes, "a.weight_scale_inv": scales[:1]})
     with pytest.raises(UserError, match=r"a.weight_scale_inv.*\(1, 1\) does not fit.*\(2, 1\)"):
         open_folder(tmp_path)
-    raw = {"model_type": "qwen3", "quantization_config": {**QUANTIZED, "weight_block_size": None}}
-    with pytest.raises(UserError, match="weight_block_size is null.*128 x 128 only"):
+    packing = {**QUANTIZED, "weight_block_size": [64, 64]}
+    raw = {"model_type": "qwen3", "quantization_config": packing}
+    with pytest.raises(UserError, match=r"weight_block_size is \[64, 64\].*128 x 128"):
         families.config_from_hf(raw)
+    packing = {"quant_method": "modelopt", "quant_algo": "W4A8_AWQ"}
+    with pytest.raises(UserError, match="W4A8_AWQ.*FP8 and NVFP4.*that it was made of"):
+        families.config_from_hf({**raw, "quantization_config": packing})
+
+
+PARTS = [
+    full_index((6, 64)),
+    (slice(1, 5), slice(0, 64)),
+    (slice(2, 3), slice(15, 49)),
+    (slice(0, 6, 2), slice(3, 64, 7)),
+]
+
+
+@pytest.mark.parametrize("name", ["weight_scale_inv", "weight_scale"])
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)], ids=str)
+def test_one_scale_for_a_matrix(tmp_path, name, shape):
+    """transformers' FP8 without blocks, compressed-tensors' strategy tensor, modelopt's FP8."""
+    if (name, shape) == ("weight_scale", (1, 1)):
+        pytest.skip("scales in two dims are those of rows there")
+    wide = np.random.default_rng(0).standard_normal((6, 64)).astype(np.float32)
+    scale = np.float32(np.abs(wide).max() / 448)
+    codes = (wide / scale).astype(FLOAT8)
+    one = np.ones(shape, np.float32)
+    served = {"a.input_scale": one, "a.activation_scale": one, "k_proj.k_scale": one}
+    store(tmp_path, {"a.weight": codes, f"a.{name}": np.full(shape, scale), **served})
+    files = open_folder(tmp_path)
+    assert set(files.tensors) == {"a.weight"}, "scales of activations are a server's"
+    expected = (codes.astype(np.float32) * scale).astype(BFLOAT16)
+    for index in PARTS:
+        assert files.fetch("a.weight", index).tobytes() == expected[index].tobytes(), index
+
+
+def test_nvfp4_by_hand(tmp_path):
+    """modelopt: two codes of 4 bits a byte, the first in its low half; a scale in FP8 for 16
+    numbers, and one for all."""
+    rng = np.random.default_rng(1)
+    magnitudes = [0, 0.5, 1, 1.5, 2, 3, 4, 6]
+    levels = np.array([*magnitudes, *(-size for size in magnitudes)], np.float32)
+    codes = rng.integers(0, 16, (6, 64), dtype=np.uint8)
+    scales = rng.uniform(0.5, 300, (6, 4)).astype(FLOAT8)
+    packed, factor = codes[:, ::2] | codes[:, 1::2] << 4, np.float32(0.0007)
+    tensors = {"a.weight": packed, "a.weight_scale": scales, "a.weight_scale_2": factor}
+    store(tmp_path / "x", {**{n: np.asarray(t) for n, t in tensors.items()}})
+    files = open_folder(tmp_path / "x")
+    assert set(files.tensors) == {"a.weight"} and files.tensors["a.weight"].shape == (6, 64)
+    expected = np.empty((6, 64), np.float32)
+    for i, j in np.ndindex(6, 64):
+        expected[i, j] = levels[codes[i, j]] * (np.float32(scales[i, j // 16]) * factor)
+    for index in PARTS:
+        got = files.fetch("a.weight", index)
+        assert got.tobytes() == expected[index].astype(BFLOAT16).tobytes(), index
+    store(tmp_path / "y", {"a.weight": packed, "a.weight_scale": scales})
+    with pytest.raises(UserError, match=r"needs a.weight_scale \(6, 4\) and a.weight_scale_2"):
+        open_folder(tmp_path / "y")
+
+
+def test_nvfp4_of_compressed_tensors(tmp_path):
+    """Its package divides by the scale of all, and rounds scales to bfloat16 on the way."""
+    pytest.importorskip("compressed_tensors", reason="pip install compressed-tensors")
+    import torch
+    from compressed_tensors.compressors.nvfp4.base import NVFP4PackedCompressor
+    from compressed_tensors.quantization import preset_name_to_scheme
+
+    scheme = preset_name_to_scheme("NVFP4A16", ["Linear"])
+    torch.manual_seed(0)
+    weight = torch.randn(6, 64)
+    factor = torch.tensor([448 * 6 / weight.abs().max()])
+    scale = (weight.reshape(6, 4, 16).abs().amax(-1) / 6 * factor).to(torch.float8_e4m3fn)
+    state = {"weight": weight, "weight_scale": scale, "weight_global_scale": factor}
+    stored = NVFP4PackedCompressor.compress(dict(state), scheme)
+    tensors = {f"a.{name}": tensor for name, tensor in stored.items()}
+    arrays = {
+        name: tensor.view(torch.uint8).numpy().view(FLOAT8)
+        if tensor.dtype == torch.float8_e4m3fn
+        else tensor.numpy()
+        for name, tensor in tensors.items()
+    }
+    store(tmp_path, arrays)
+    got = open_folder(tmp_path).fetch("a.weight", full_index((6, 64))).astype(np.float32)
+    expected = NVFP4PackedCompressor.decompress(dict(stored), scheme)["weight"].float().numpy()
+    np.testing.assert_allclose(got, expected, rtol=0.01)
+    assert np.abs(got - weight.numpy()).max() < 0.6, "a sixth of the largest of a group at most"

@@ -19,8 +19,9 @@ from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.adapters.storage import count_weights, find_stored, quantize_params
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface import packed
+from jaxtrain.huggingface.compressed import E2M1
 from jaxtrain.huggingface.copy import copy_folder
-from jaxtrain.huggingface.packed import E2M1, open_folder
+from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 

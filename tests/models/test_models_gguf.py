@@ -3,11 +3,13 @@ agrees; tokenizers give the same tokens."""
 
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 
 import numpy as np
 import pytest
+import toy_run
 
 from jaxtrain.core.architecture import find_folder
 from jaxtrain.data.chat.template import load_tokenizer
@@ -169,6 +171,40 @@ def test_an_adapter_names_a_base_that_peft_opens(tmp_path):
     shutil.rmtree(base)
     with pytest.raises(UserError, match=r"generate FILE.gguf"):
         find_folder(str(base), weights=True)
+
+
+def test_a_run_by_the_command(tmp_path, capsys):
+    """A run's checkpoint in RUN/model-q4_k.gguf, within the format's error; nothing overwritten."""
+    sizes = ("vocab_size = 512", "hidden_size = 256", "intermediate_size = 256")
+    model = toy_run.MODEL
+    for line in sizes:
+        key = line.partition(" =")[0]
+        model = re.sub(rf"^{key} = \d+$", line, model, flags=re.M)
+    run = tmp_path / "run"
+    (tmp_path / "config.toml").write_text(
+        f"""
+        run = {{ output_dir = "{run}", max_steps = 1 }}
+        {model}
+        [data]
+        sequence_len = 64
+        micro_batch_size = 1
+        datasets = [{{ path = "builtin:calculator", options = {{ num_rows = 20 }} }}]
+        """
+    )
+    assert main(["--config", str(tmp_path / "config.toml")]) == 0
+    assert main(["export", str(run), "--gguf", "q4_k"]) == 0
+    file = run / "model-q4_k.gguf"
+    assert f"{file}, " in capsys.readouterr().out
+    types = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(file).tensors}
+    assert types["blk.0.ffn_up.weight"] == "Q4_K" and types["blk.0.attn_norm.weight"] == "F32"
+    folder = find_folder(str(file), weights=True)
+    name = "model.layers.0.mlp.up_proj.weight"
+    want, got = read(run / "model", name), read(folder, name)
+    assert np.sqrt(np.square(got - want).mean()) < ERRORS["q4_k"] * want.std()
+    assert main(["export", str(run), "--gguf", "q4_k"]) == 2
+    assert "exists; remove it" in capsys.readouterr().err
+    assert main(["export", str(run), "--gguf", "q8_0", "--output", str(run / "x.bin")]) == 2
+    assert "--output FILE.gguf" in capsys.readouterr().err
 
 
 def test_q4_k_of_odd_blocks():

@@ -202,15 +202,18 @@ def open_writer(tokenizer: str) -> Any:
 
 
 def write_answer(tokenizer: str, prompt: Any, completion: Any) -> list[int] | None:
-    """Encode a prompt and its answer up to the end of the turn; None for an empty answer."""
+    """Encode a prompt and its answer up to the end of the turn; None for one without tokens."""
+    from jaxtrain.data.chat.messages import MalformedRow
+    from jaxtrain.data.chat.rows import Row
     from jaxtrain.data.comparisons.preference_row import PreferenceRow
     from jaxtrain.data.comparisons.ranked import Ranked
 
-    chat = not (isinstance(prompt, str) and isinstance(completion, str))
-    if chat and isinstance(prompt, str):
-        prompt = [{"role": "user", "content": prompt}]
-    if chat and isinstance(completion, str):
-        completion = [{"role": "assistant", "content": completion}]
+    if not (isinstance(prompt, str) and isinstance(completion, str)):
+        try:
+            prompt = Row({}).read_messages(prompt)
+            completion = Row({}).read_messages(completion, "assistant")
+        except MalformedRow:
+            return None
     ranked, *_ = open_writer(tokenizer)(
         PreferenceRow(prompt, (completion,), labels=(True,)), "a completion"
     )

@@ -211,6 +211,7 @@ def open_folder(
         max_len=folder_bundle.architecture.longest,
         max_batch=section.concurrency,
         to_text=folder_bundle.tokenizer.decode,
+        tokenizer=folder_bundle.tokenizer,
         mesh=mesh,
     )
     sampler.use(model, 0)
