@@ -128,7 +128,7 @@ class FP8:
         self.parts = (name, f"{name}{SCALES}")
         *lead, num_out, num_in = codes.shape
         expected = (*lead, -(-num_out // FP8_BLOCK), -(-num_in // FP8_BLOCK))
-        self.whole = scales.shape in ((*lead, 1, 1), (), (1,))
+        self.whole = scales.shape in ((), (1,)) or (lead and scales.shape == (*lead, 1, 1))
         self.scales = scales.shape
         if not self.whole and scales.shape != expected:
             raise UserError(

@@ -70,6 +70,27 @@ HARMONY = (  # the last answer ends with <|return|>, the same one in a history w
     "{% endif %}{% endif %}{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|start|>assistant{% endif %}"
 )
+PHI3 = (  # an eos behind the last message alone, whose turn has ended before
+    "{% for m in messages %}<|{{ m.role }}|>\n{{ m.content }}<|end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% else %}{{ eos_token }}{% endif %}"
+)
+FORGETFUL = (  # a thought behind the last question, and the next message ends a turn (GLM 4.5)
+    "{% set ns = namespace(last=-1) %}{% for m in messages %}{% if m.role == 'user' %}"
+    "{% set ns.last = loop.index0 %}{% endif %}{% endfor %}"
+    "{% for m in messages %}<|{{ m.role }}|>{% if m.role == 'assistant' %}<think>"
+    "{{ (m.reasoning_content or '') if loop.index0 > ns.last else '' }}</think>{% endif %}"
+    "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+ANALYSIS = (  # an answer takes the thoughts before it away, as gpt-oss does
+    "{% for m in messages %}{% if m.role == 'assistant' %}{% if m.reasoning_content and"
+    " (loop.last or m.tool_calls and messages[-1].role != 'assistant') %}<|start|>assistant"
+    "<|channel|>analysis<|message|>{{ m.reasoning_content }}<|end|>{% endif %}"
+    "<|start|>assistant{% if m.tool_calls %}<|channel|>commentary<|message|>"
+    "{{ m.tool_calls[0].function | tojson }}<|call|>{% else %}<|channel|>final<|message|>"
+    "{{ m.content }}<|return|>{% endif %}{% else %}<|start|>{{ m.role }}<|message|>"
+    "{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
 SILENT = (  # writes no tools, no results and no system message
     "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
     "{% elif m.role == 'assistant' %}<|im_start|>assistant\n{{ m.content }}"
@@ -90,6 +111,9 @@ CONTROLS = {
     GLM: ("[gMASK]", "<sop>", "<|user|>", "<|assistant|>", "<|tool|>", "<|system|>"),
     DEEPSEEK: ("<|User|>", "<|Assistant|>", "<|tool|>", "<|call|>"),
     HARMONY: ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"),
+    ANALYSIS: ("<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>"),
+    PHI3: ("<|user|>", "<|assistant|>", "<|end|>"),
+    FORGETFUL: ("<|user|>", "<|assistant|>"),
 }
 
 
@@ -170,6 +194,35 @@ def test_turns_without_an_end_end_with_the_next_message():
     ]
     ids = tokenizer.convert_tokens_to_ids(["<|user|>", "<|tool|>", "<|im_end|>"])
     assert template.end_of_turn_ids(tokenizer) == set(ids)
+
+
+def test_an_eos_behind_the_last_message_alone_is_no_part_of_its_turn():
+    tokenizer = load(PHI3)
+    talk = [log("user", "q"), log("assistant", "a")]
+    assert trained(tokenizer, talk) == [("<|user|>\nq<|end|>\n<|assistant|>\n", "a<|end|>")]
+    for turns in (2, 5):  # located turn by turn, and all at once
+        renderings = Renderer(tokenizer)(talk * turns, None, range(1, 2 * turns, 2))
+        assert len(renderings) == 1
+        assert [turn for _, turn in trained(tokenizer, talk * turns)] == ["a<|end|>"] * turns
+    ids = set(tokenizer.convert_tokens_to_ids(["<|end|>", "<|im_end|>"]))
+    assert template.end_of_turn_ids(tokenizer) == ids
+
+
+def test_a_thought_that_the_next_message_takes_away_hides_no_end():
+    tokenizer = load(FORGETFUL)
+    talk = [log("user", "q"), log("assistant", "a", reasoning_content="t")]
+    turns = [turn for _, turn in trained(tokenizer, talk * 2)]
+    assert turns == ["<think>t</think>a<|user|>"] * 2
+
+
+def test_an_answer_that_takes_earlier_thoughts_away_trains_behind_its_prompt():
+    tokenizer = load(ANALYSIS)
+    turn = log("assistant", "", reasoning_content="t", tool_calls=[tool_call()])
+    talk = [log("user", "q"), turn, log("tool", "7"), log("assistant", "a", reasoning_content="u")]
+    parts = {turn: context for context, turn in trained(tokenizer, talk)}
+    answer = "<|channel|>analysis<|message|>u<|end|><|start|>assistant<|channel|>final<|message|>a"
+    assert f"{answer}<|return|>" in parts and len(parts) == 2
+    assert "analysis<|message|>t<|end|>" in parts[f"{answer}<|return|>"], "as it is asked"
 
 
 def test_a_conversation_goes_on_behind_the_token_that_was_drawn():

@@ -398,6 +398,33 @@ def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
     return value
 
 
+def begin_text(tokenizer: Any, encoder: Encoder, text: str) -> list[int]:
+    """Encode the beginning of a text of the data, with bos if the tokenizer adds one."""
+    ids = encoder.text(text)
+    bos = tokenizer.bos_token_id
+    habit = encode(tokenizer, "", special=True)
+    return [bos, *ids] if bos is not None and habit[:1] == [bos] and ids[:1] != [bos] else ids
+
+
+def require_chat_template(tokenizer: Any) -> None:
+    """Raise UserError unless the tokenizer can render messages."""
+    if not tokenizer.chat_template:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} has no chat template, which chat data needs: "
+            "name a file with one as model.chat_template, or another model.tokenizer"
+        )
+
+
+def eos_of(tokenizer: Any) -> int:
+    """Return the id of the token that ends plain text; UserError for a tokenizer without one."""
+    if tokenizer.eos_token_id is None:
+        raise UserError(
+            f"the tokenizer {tokenizer.name_or_path} names no eos token, which plain text "
+            "must end with: set eos_token in its tokenizer_config.json"
+        )
+    return tokenizer.eos_token_id
+
+
 def add_tokens(
     tokenizer: Any,
     added: Sequence[str] = (),

@@ -16,13 +16,15 @@ tokenized apart from it, as a sampler draws it.
   thinking block, and a turn without one), the turn trains from the token where the two differ. If
   it rewrites what precedes the prompt, it trains behind the prompt.
 - If the template writes no control token behind a turn, the turn ends with the one that begins the
-  next message (GLM), or else with eos.
+  next message (GLM), or else with eos. An eos that it writes behind the last message alone, whose
+  turn has ended before (Phi-3), is left out.
 - An assistant's turn before which no user speaks, and which no prompt precedes, is context.
 - Control tokens that texts of the data spell stay text: see control_tokens.py.
 - If the template omits a part of the row: `TemplateOmission`, see omissions.py.
 """
 
 import dataclasses
+import functools
 import os
 import weakref
 from collections.abc import Mapping, Sequence
@@ -38,11 +40,14 @@ from jaxtrain.data.chat.control_tokens import (
     Encoder,
     Spans,
     SpecialTokens,
-    encode,
     encoder_of,
 )
 from jaxtrain.data.chat.control_tokens import RetokenizationError as RetokenizationError
+from jaxtrain.data.chat.control_tokens import begin_text as begin_text
+from jaxtrain.data.chat.control_tokens import encode as encode
 from jaxtrain.data.chat.control_tokens import encode_text as encode_text
+from jaxtrain.data.chat.control_tokens import eos_of as eos_of
+from jaxtrain.data.chat.control_tokens import require_chat_template as require_chat_template
 from jaxtrain.data.chat.omissions import Kwargs, check_omissions
 from jaxtrain.data.chat.omissions import TemplateOmission as TemplateOmission
 from jaxtrain.errors import UserError
@@ -97,33 +102,6 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     return tokenizer
 
 
-def require_chat_template(tokenizer: Any) -> None:
-    """Raise UserError unless the tokenizer can render messages."""
-    if not tokenizer.chat_template:
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} has no chat template, which chat data needs: "
-            "name a file with one as model.chat_template, or another model.tokenizer"
-        )
-
-
-def begin_text(tokenizer: Any, encoder: Encoder, text: str) -> list[int]:
-    """Encode the beginning of a text of the data, with bos if the tokenizer adds one."""
-    ids = encoder.text(text)
-    bos = tokenizer.bos_token_id
-    habit = encode(tokenizer, "", special=True)
-    return [bos, *ids] if bos is not None and habit[:1] == [bos] and ids[:1] != [bos] else ids
-
-
-def eos_of(tokenizer: Any) -> int:
-    """Return the id of the token that ends plain text; UserError for a tokenizer without one."""
-    if tokenizer.eos_token_id is None:
-        raise UserError(
-            f"the tokenizer {tokenizer.name_or_path} names no eos token, which plain text "
-            "must end with: set eos_token in its tokenizer_config.json"
-        )
-    return tokenizer.eos_token_id
-
-
 def prompt_tokens(
     tokenizer: Any,
     messages: Sequence[Message],
@@ -167,6 +145,7 @@ class TurnEnds(NamedTuple):
 
 CALL: dict[str, Any] = {"type": "function", "id": "probecall"}
 CALL["function"] = {"name": "lookup", "arguments": {"key": "value"}}
+PROBE = {"role": "user", "content": "Q"}
 PROBES: tuple[list[dict[str, Any]], ...] = (
     [{"role": "assistant", "content": "ANSWER"}, {"role": "user", "content": "Q"}],
     [
@@ -192,7 +171,7 @@ def turn_ends(tokenizer: Any) -> TurnEnds:
     renderer, ends = Renderer(tokenizer), (set(), set())
     for probe in PROBES:
         for count in (1, 2):
-            turns = [{"role": "user", "content": "Q"}, *probe[:count]]
+            turns = [PROBE, *probe[:count]]
             try:
                 [(text, spans)] = renderer.locate(turns, None, [1], None)
             except TemplateFailed as error:
@@ -266,6 +245,22 @@ class Renderer:
         self.tokenizer, self.kwargs = tokenizer, dict(kwargs or {})
         self.encoder = encoder_of(tokenizer, special_tokens)
 
+    @functools.cached_property
+    def final_eos(self) -> str:
+        """The eos token, if the template writes it behind the last message of a conversation alone,
+        although a control token has ended the turn; else ""."""
+        eos, probe = self.tokenizer.eos_token, [PROBE, *PROBES[0]]
+        try:
+            done, longer = (
+                render_text(self.tokenizer, probe[:count], None, False, self.kwargs)
+                for count in (2, 3)
+            )
+        except TemplateFailed:
+            return ""
+        turn = done.removesuffix(eos or "")
+        ends = longer.startswith(turn) and not longer.startswith(done)
+        return eos if ends and self.encoder.find_close(turn) is not None else ""
+
     def __call__(
         self,
         messages: Sequence[Message],
@@ -326,7 +321,9 @@ class Renderer:
                 f"more than {MAX_RENDERED_MESSAGES:,} messages for a chat template that does not"
                 " write message by message"
             )
-        conversation = _Conversation(self.tokenizer, self.encoder, messages, tools, kwargs)
+        conversation = _Conversation(
+            self.tokenizer, self.encoder, messages, tools, kwargs, self.final_eos
+        )
         turns = [conversation.find_turn(index) for index in trained]
         pending = [turn for turn in turns if turn is not None]
         if trained and not pending:
@@ -410,11 +407,13 @@ class _Conversation:
     messages: Sequence[Message]
     tools: Any
     kwargs: Kwargs
+    final_eos: str
 
     def render(self, count: int, generation: bool = False, *more: Message) -> str:
         """Render the first `count` messages and then `more`."""
         messages = [*self.messages[:count], *more]
-        return render_text(self.tokenizer, messages, self.tools, generation, self.kwargs)
+        text = render_text(self.tokenizer, messages, self.tools, generation, self.kwargs)
+        return text if generation else text.removesuffix(self.final_eos)
 
     def find_turn(self, index: int) -> TurnSpan | None:
         """Locate a message in the conversation up to it; None for a turn of the assistant that
@@ -458,9 +457,15 @@ class _Conversation:
         last = max((i for i, p in enumerate(pieces) if p in self.encoder.contents), default=None)
         opening = "" if last is None else "".join(pieces[last:])
         start = done.rfind(opening, 0, common) if opening else -1
-        if start < 0 or done[start + len(opening) : common].strip():
+        if start >= 0 and not done[start + len(opening) : common].strip():
+            return start + len(opening)
+        # As behind another question, which the turn rewrites nothing of (thoughts of gpt-oss).
+        alone = dataclasses.replace(self, messages=[PROBE, self.messages[index]])
+        asked, answered = alone.render(1, True), alone.render(2)
+        turn = answered[len(asked) :]
+        if not answered.startswith(asked) or not turn or not done.endswith(turn):
             raise TemplateFailed("chat template: a turn rewrites what precedes it")
-        return start + len(opening)
+        return len(done) - len(turn)
 
     def _find_next(self, index: int, done: str) -> str:
         """Return the control token that ends a turn behind which the template writes none: the one
@@ -472,11 +477,20 @@ class _Conversation:
             following = {"role": "tool", "content": "R", "name": calls[-1]["function"]["name"]}
         else:
             following = {"role": "user", "content": "Q"}
-        try:
-            text = self.render(index + 1, False, following)
-        except TemplateFailed:
-            text = ""
-        control = self.encoder.find_open(text[len(done) :]) if text.startswith(done) else ""
+        control = ""
+        # Without thoughts, too, which the next question may take away.
+        alone = dataclasses.replace(self, messages=[PROBE])
+        bare = {"role": "assistant", "content": "x"}
+        if calls := turn.get("tool_calls"):
+            bare = {**bare, "content": "", "tool_calls": calls}
+        for conversation, count, variant in ((self, index, turn), (alone, 1, bare)):
+            try:
+                ended = conversation.render(count, False, variant)
+                text = conversation.render(count, False, variant, following)
+            except TemplateFailed:
+                continue
+            if text.startswith(ended) and (control := self.encoder.find_open(text[len(ended) :])):
+                break
         control = control or self.tokenizer.eos_token
         if not control:
             raise UserError(
