@@ -51,9 +51,7 @@ def open_asked(
         benchmark = open_prompt_set(source, most)
         messages = [[{"role": "user", "content": turns[0]}] for turns in benchmark.turns]
         empty = [None] * len(messages)
-        prompt_sets.append(
-            EvalPrompt(benchmark.name, messages, empty, empty, benchmark.origins)
-        )
+        prompt_sets.append(EvalPrompt(benchmark.name, messages, empty, empty, benchmark.origins))
     if data is not None:
         prompt_sets.append(open_data(data, overrides, MOST if most is None else most, raw))
     return prompt_sets

@@ -166,7 +166,9 @@ class NVFP4:
     def __init__(self, name: str, tensors: Mapping[str, TensorLocation]):
         """name: "X.weight"."""
         self.divides = f"{name}_packed" in tensors
-        ends = ("_packed", "_scale", "_global_scale") if self.divides else ("", "_scale", "_scale_2")
+        ends = (
+            ("_packed", "_scale", "_global_scale") if self.divides else ("", "_scale", "_scale_2")
+        )
         self.parts = tuple(name + end for end in ends)
         codes, scales = (tensors[part] for part in self.parts[:2])
         factor = tensors.get(self.parts[2])
@@ -267,6 +269,6 @@ def check_modelopt(packing: Mapping[str, Any]) -> None:
     if algorithm not in ALGORITHMS:
         raise UserError(
             f"config.json: quantization_config of {MODELOPT}: quant_algo is {describe(algorithm)};"
-            f" read are {' and '.join(ALGORITHMS)}. Name the model that it was made of, whose weights"
-            " are plain"
+            f" read are {' and '.join(ALGORITHMS)}. Name the model that it was made of, whose"
+            " weights are plain"
         )

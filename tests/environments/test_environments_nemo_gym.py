@@ -131,25 +131,6 @@ def test_one_answer_and_its_verdict(tokenizer):
     assert episodes[0].rewards == {"gym": 0.0} and episodes[0].num_sampled > 3
 
 
-def test_variables_of_the_chat_template_come_from_rows_and_requests():
-    """From the row in both modes; what Gym's own metadata say replaces it."""
-    tokenizer = load_tokenizer("builtin")
-    tokenizer.chat_template = "{{ mood }}|" + tokenizer.chat_template
-    params = ROW["responses_create_params"]
-    own = params | {"metadata": {"chat_template_kwargs": '{"mood": "dull"}'}}
-    for mode, texts in (("agent", [CALL, "It is 4."]), ("verify", ["It is 4."])):
-        options = {"mode": mode, "port": 0} if mode == "verify" else {}
-        row = ROW | {"chat_template_kwargs": {"mood": "bright"}}
-        (episode,), _ = play(tokenizer, texts, row=row, **options)
-        assert tokenizer.decode(episode.tokens).startswith("bright|")
-    row |= {"responses_create_params": own}
-    (episode,), _ = play(tokenizer, texts, row=row, mode="verify", port=0)
-    assert tokenizer.decode(episode.tokens).startswith("dull|")
-    row |= {"responses_create_params": own | {"metadata": {"chat_template_kwargs": "{"}}}
-    (failure,), _ = play(tokenizer, texts, row=row, mode="verify", port=0)
-    assert "metadata.chat_template_kwargs: broken JSON" in failure.cause
-
-
 def test_rewards_by_name_and_factor(tokenizer):
     verdict = {"reward": 0.25, "reward_components": {"form": 1.0, "fact": 0.5}, "other": 2}
     rewards = {"reward": 2.0, "form": 0.1}

@@ -1,5 +1,5 @@
-"""FP8 folders with scales of blocks, as DeepSeek, Kimi, GLM, MiniMax and Qwen publish them, with one
-scale for a matrix, as Mistral and NVIDIA do, and NVIDIA's NVFP4."""
+"""FP8 folders with scales of blocks, as DeepSeek, Kimi, GLM, MiniMax and Qwen publish them, or with
+one scale for a matrix, as Mistral and NVIDIA do, and NVIDIA's NVFP4."""
 
 import json
 
