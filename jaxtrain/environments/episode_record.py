@@ -58,6 +58,8 @@ class EndpointFormat(NamedTuple):
     """Longest sequence, prompt and answer together."""
     note: Note = lambda name: None
     """Receives names of fields of requests that change nothing."""
+    kwargs: Kwargs = None
+    """Variables of the chat template, which those of a request replace."""
 
 
 class RecordedTurn(NamedTuple):
@@ -80,15 +82,14 @@ class EpisodeRecord:
         index: int,
         base_url: str = "",
         within: "EpisodeRecord | None" = None,
-        kwargs: Kwargs = None,
     ):
         """within: record of the same event loop that fails with this one; by default the running
-        loop is used. kwargs: variables of the chat template, which those of a request replace."""
+        loop is used."""
         self.id, self.base_url = episode_id, base_url
         """base_url: URL with the episode in its path, for agents configured with a URL only."""
         self.engine, self.sampling, self.index = engine, sampling, index
         self.form = form
-        self.within, self.kwargs = within, dict(kwargs or {})
+        self.within = within
         self.loop = asyncio.get_running_loop() if within is None else within.loop
         self.history = TokenHistory(form.template)
         self.num_calls = 0
@@ -250,7 +251,8 @@ class EpisodeRecord:
             {"role": "assistant", "content": message["content"]} if index in drawn else message
             for index, message in enumerate(request.messages)
         ]
-        most, kwargs = self.form.row_tokens, {**self.kwargs, **(request.kwargs or {})} or None
+        kwargs = {**(self.form.kwargs or {}), **(request.kwargs or {})} or None
+        most = self.form.row_tokens
         prompt = self.history.prepare(messages, drawn, request.tools, kwargs, most)
         return request, drawn, prompt
 

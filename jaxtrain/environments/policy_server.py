@@ -124,9 +124,11 @@ class PolicyServer:
         with self._lock:
             self._count += 1
             name = episode_id or f"{index}-{self._count}"
-            form = EndpointFormat(self.template, self.family, self.max_model_len, self._note)
+            form = EndpointFormat(
+                self.template, self.family, self.max_model_len, self._note, kwargs
+            )
             url = f"http://{self.host}:{self.port}/e/{name}/v1"
-            record = EpisodeRecord(name, form, engine, sampling, index, url, within, kwargs)
+            record = EpisodeRecord(name, form, engine, sampling, index, url, within)
             self._records[name] = record
         return record
 
