@@ -478,8 +478,7 @@ class _Conversation:
         else:
             following = {"role": "user", "content": "Q"}
         control = ""
-        # Without thoughts, too, which the next question may take away.
-        alone = dataclasses.replace(self, messages=[PROBE])
+        alone = dataclasses.replace(self, messages=[PROBE])  # no thought that a question removes
         bare = {"role": "assistant", "content": "x"}
         if calls := turn.get("tool_calls"):
             bare = {**bare, "content": "", "tool_calls": calls}
