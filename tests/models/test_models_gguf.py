@@ -188,9 +188,10 @@ def test_a_run_by_the_command(tmp_path, capsys):
         [data]
         sequence_len = 64
         micro_batch_size = 1
-        datasets = [{{ path = "builtin:calculator", options = {{ num_rows = 20 }} }}]
+        datasets = [{{ path = "{tmp_path / "rows.jsonl"}" }}]
         """
     )
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "ab", "completion": "cd"}\n' * 20)
     assert main(["--config", str(tmp_path / "config.toml")]) == 0
     assert main(["export", str(run), "--gguf", "q4_k"]) == 0
     file = run / "model-q4_k.gguf"
