@@ -24,7 +24,7 @@ project = PROJECT["name"]
 release = version = PROJECT["version"]
 html_title = f"{project} {release}"
 extensions = ["myst_parser", "sphinx_copybutton"]
-exclude_patterns = ["**/__pycache__"]
+exclude_patterns = ["**/__pycache__", "reference/tree.md"]
 
 myst_enable_extensions = ["colon_fence"]
 myst_heading_anchors = 4
@@ -36,6 +36,7 @@ smartquotes = False  # of values and code that a sentence quotes
 html_theme = "furo"
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_js_files = ["tables.js"]
 html_favicon = "_static/favicon.svg"
 html_extra_path = ["schema.json"]
 html_copy_source = True
@@ -57,7 +58,7 @@ class CodeCell(SphinxDirective):
     def run(self) -> list[nodes.Node]:
         """The block."""
         text = "\n".join(self.content)
-        shell = [line.startswith(("!", "%")) for line in self.content if line.strip()]
+        shell = [line.lstrip().startswith(("!", "%")) for line in self.content if line.strip()]
         language = "sh" if all(shell) else "none" if any(shell) else "python"
         return [nodes.literal_block(text, text, language=language)]
 
@@ -71,7 +72,9 @@ def leave_as_text(app, doctree) -> None:
     for node in list(doctree.findall(addnodes.pending_xref)):
         for start in (folder, HERE.parent):  # the README's are seen from the repository
             target = (start / node.get("reftarget", "")).resolve()
-            if target.is_dir() and HERE.parent in target.parents and node.parent is not None:
+            is_page = target.with_name(f"{target.name}.md").exists()  # beside a folder of its name
+            in_here = HERE.parent in target.parents and not is_page
+            if target.is_dir() and in_here and node.parent is not None:
                 node.replace_self(node.children)
                 break
 
@@ -82,6 +85,7 @@ def list_unlisted(app, docname: str, source: list[str]) -> None:
         return
     named = set(re.findall(r"^[\w/]+$", source[0], flags=re.M)) | {"index"}
     unlisted = sorted(set(app.env.found_docs) - named)
+    unlisted = [page for page in unlisted if not page.startswith("reference/config/")]
     for caption, names in (
         ("Notebooks", [page for page in unlisted if page.startswith("notebooks/")]),
         ("More", [page for page in unlisted if not page.startswith("notebooks/")]),

@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/: reference/config.md, command_line.md, from_*.md, schema.json.
+"""Write the generated pages of docs/: reference/config, command_line.md, from_*.md, schema.json.
 
 python scripts/make_reference.py          # writes them
 python scripts/make_reference.py --check  # names those that are old; 1 where there are any
@@ -17,11 +17,11 @@ def render_pages() -> dict[str, str]:
     from migration_pages import render_migration
 
     from jaxtrain.cli.reference import render_commands
-    from jaxtrain.config.docs import render_markdown
+    from jaxtrain.config import docs
     from jaxtrain.config.schema import render_schema
 
     return {
-        "reference/config.md": render_markdown(),
+        **{f"reference/{name}": text for name, text in docs.render_pages().items()},
         "command_line.md": render_commands(),
         "schema.json": render_schema(),
         **render_migration(),
@@ -41,6 +41,7 @@ def main() -> int:
     for name, text in old.items():
         print(f"docs/{name} is old" if check else f"docs/{name}")
         if not check:
+            (docs / name).parent.mkdir(exist_ok=True)
             (docs / name).write_text(text)
     return int(check and bool(old))
 

@@ -104,9 +104,9 @@ def _sentence(text: str) -> str:
 def run_docs(argv: list[str]) -> None:
     """Print every key of the config, with type, default and meaning, as Markdown."""
     Parser("jaxtrain docs", description=run_docs.__doc__).parse_args(argv)
-    from jaxtrain.config.docs import render_markdown
+    from jaxtrain.config.docs import render_pages
 
-    print(render_markdown(), end="")
+    print("\n".join(render_pages().values()), end="")
 
 
 def run_schema(argv: list[str]) -> None:

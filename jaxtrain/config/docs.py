@@ -1,5 +1,7 @@
 """Documentation of every key, rendered from the sections themselves."""
 
+import re
+from collections.abc import Sequence
 from typing import Annotated, Any, get_args, get_origin
 
 from pydantic import BaseModel
@@ -10,21 +12,52 @@ from jaxtrain.config.root import Config
 from jaxtrain.config.task import TaskSection
 
 
-def render_markdown() -> str:
-    """docs/reference/config.md: a table per section with key, type, default and meaning."""
-    lines = [
+def render_pages() -> dict[str, str]:
+    """Return the pages of docs/reference: config.md, which lists the sections, and a page for each
+    section, with key, type, default and meaning."""
+    titles: dict[str, list[tuple[str, type[BaseModel]]]] = {}
+    for title, section in list_sections():
+        titles.setdefault(page_name(title) or next(reversed(titles)), []).append((title, section))
+    index = [
         "# Config reference",
         "",
-        "Every key with its type and default. This page is generated:"
-        " `python -m jaxtrain.main docs > docs/reference/config.md`.",
+        "Every key of a config with its type and default, a page for each section."
+        " These pages are generated: `make docs`.",
+        "",
+        "| section | what it sets |",
+        "|---|---|",
     ]
-    for title, section in list_sections():
-        lines += ["", f"## {title}", "", section.__doc__ or "", ""]
+    pages = {}
+    for name, sections in titles.items():
+        for title, section in sections:
+            about = " ".join((section.__doc__ or "").split())
+            shown = title.strip("[]").replace("task (kind", "task (`kind").replace('")', '"`)')
+            index.append(f"| [{shown}](config/{name}.md) | {about} |")
+        pages[f"config/{name}.md"] = render_page(sections)
+    index += ["", "```{toctree}", ":hidden:", "", *(f"config/{name}" for name in titles), "```"]
+    return {"config.md": "\n".join(index) + "\n", **pages}
+
+
+def page_name(title: str) -> str | None:
+    """Return the name of a section's page; None for a section within the one before it."""
+    kind = re.fullmatch(r'task \(kind = "(\w+)"\)', title)
+    if kind:
+        return f"task_{kind[1]}"
+    return None if title.startswith("[") else title.partition(".")[0]
+
+
+def render_page(sections: Sequence[tuple[str, type[BaseModel]]]) -> str:
+    """Render one section and the sections within it, a table for each."""
+    lines: list[str] = []
+    for title, section in sections:
+        about = " ".join((section.__doc__ or "").split())
+        lines += [f"{'##' if lines else '#'} {title}", "", about, ""]
         lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key, kind, default, meaning in list_keys(section):
             kind = kind.replace("|", "\\|")
             lines.append(f"| `{key}` | {kind} | `{default}` | {meaning} |")
-    return "\n".join(lines) + "\n"
+        lines.append("")
+    return "\n".join(lines)
 
 
 def render_help() -> str:

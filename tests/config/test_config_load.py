@@ -7,8 +7,12 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config import load_config
+<<<<<<< HEAD
 from jaxtrain.config.docs import list_keys, list_sections, render_help, render_markdown
 from jaxtrain.config.load import read_saved, validate_config
+=======
+from jaxtrain.config.docs import list_keys, list_sections, render_help, render_pages
+>>>>>>> d198b55b (Documentation: the idea with pictures, a tree of pages, recipes, troubleshooting, upgrade notes; config reference by section)
 from jaxtrain.config.root import Config
 from jaxtrain.core.session import cut_warmup
 from jaxtrain.errors import UserError
@@ -201,8 +205,11 @@ def test_every_key_is_documented():
 
 
 def test_docs_page_is_up_to_date():
-    page = Path(__file__).parents[2] / "docs" / "reference" / "config.md"
-    assert page.read_text() == render_markdown(), "run `make docs`"
+    folder = Path(__file__).parents[2] / "docs" / "reference"
+    pages = render_pages()
+    assert {name: (folder / name).read_text() for name in pages} == pages, "run `make docs`"
+    written = {str(path.relative_to(folder)) for path in folder.glob("config/*.md")}
+    assert written == set(pages) - {"config.md"}, "a section's page is left over"
 
 
 @pytest.mark.parametrize(

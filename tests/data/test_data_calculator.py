@@ -10,7 +10,7 @@ from jaxtrain.data.sources.calculator import (
     CalculatorProblem,
     CalculatorRows,
 )
-from jaxtrain.environments.calculator import answer_tool_call, check_answer
+from jaxtrain.environments.calculator import answer_tool_call, check_answer, evaluate
 from jaxtrain.errors import UserError
 
 
@@ -116,3 +116,17 @@ def test_wrong_options(options, message):
 def test_index_out_of_range():
     with pytest.raises(IndexError):
         CalculatorRows(3)[3]
+
+
+def test_all_kinds_of_problems():
+    rows = CalculatorRows(num_rows=400, all_kinds=True, follow_up=0.0, split="test")
+    problems = [row["problems"][0].split() for row in rows]
+    assert {op for _, op, _ in problems} == set("+-*/")
+    operands = [(int(a), op, int(b)) for a, op, b in problems]
+    assert all(1 <= a <= 99 and 1 <= b <= 99 for a, _, b in operands)
+    assert any(op == "*" and b > 9 for _, op, b in operands)
+    assert any(op == "-" and a < b for a, op, b in operands)
+    for row in rows:
+        assert evaluate(row["problems"][0]) == int(row["answers"][0])
+    with pytest.raises(UserError, match="all_kinds is 1, not true or false"):
+        CalculatorRows(all_kinds=1)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-GENERATED = {"docs/reference/tree.md", "docs/reference/config.md", "docs/command_line.md"}
+GENERATED = ("docs/reference/", "docs/command_line.md")
 SHELL = ("", "sh", "bash", "{code-cell}")
 
 
@@ -20,6 +20,8 @@ class Block(NamedTuple):
     tags: str
     """What stands behind the language, such as {test}."""
     text: str
+    prints: tuple[str, ...] = ()
+    """Lines that its commands print, of the comments `<!-- prints: ... -->` right below it."""
 
     @property
     def place(self) -> str:
@@ -30,7 +32,7 @@ class Block(NamedTuple):
 def list_pages() -> list[Path]:
     """README and every page of docs/ that people have written."""
     pages = [ROOT / "README.md", *sorted(ROOT.glob("docs/**/*.md"))]
-    return [page for page in pages if str(page.relative_to(ROOT)) not in GENERATED]
+    return [page for page in pages if not str(page.relative_to(ROOT)).startswith(GENERATED)]
 
 
 def list_blocks() -> Iterator[Block]:
@@ -42,7 +44,9 @@ def list_blocks() -> Iterator[Block]:
         )
         for block in actual:
             line = page.read_text()[: block.start()].count("\n") + 1
-            yield Block(name, line, block[2], block[3], block[4])
+            below = re.match(r"(?:\s*<!-- prints: .*? -->)*", page.read_text()[block.end() :])
+            prints = re.findall(r"<!-- prints: (.*?) -->", below[0]) if below else []
+            yield Block(name, line, block[2], block[3], block[4], tuple(prints))
 
 
 def list_inline() -> Iterator[Block]:

@@ -7,8 +7,7 @@ import pytest
 from jaxtrain.cli import VERBS
 from jaxtrain.cli.reference import render_commands
 from jaxtrain.config.root import TASKS
-from jaxtrain.main import main
-from tests.docs.blocks import ROOT, list_blocks, list_commands, list_pages
+from tests.docs.blocks import ROOT, list_pages
 
 DOCS = ROOT / "docs"
 
@@ -55,14 +54,3 @@ def test_the_front_page_names_pages_that_exist():
     named = re.findall(r"^[a-z][\w/]+$", (DOCS / "index.md").read_text(), flags=re.M)
     assert len(named) > 40 and len(set(named)) == len(named)
     assert not [name for name in named if not (DOCS / f"{name}.md").exists()]
-
-
-@pytest.mark.slow
-def test_tagged_commands_run(tmp_path, monkeypatch, capsys):
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
-    monkeypatch.chdir(tmp_path)
-    tagged = [block for block in list_blocks() if "{test}" in block.tags]
-    assert len(tagged) >= 2
-    for block in tagged:
-        for words in list_commands(block):
-            assert main(words) in (0, None), f"{block.place}: {capsys.readouterr().err}"

@@ -55,6 +55,7 @@ def write_run(
     ]
     host = {"cpu": 0.22, "memory": 38 * 2**30, "memory_total": 128 * 2**30, "disk_free": 2**41}
     (folder / "hardware").mkdir(exist_ok=True)
+    (folder / "checkpoints" / "25").mkdir(parents=True, exist_ok=True)
     write_lines(folder / "hardware" / "gpu1.jsonl", [{"time": current_time, "gpus": gpus, **host}])
     up = {"url": "http://gpu7:8000", "state": "up", "version": 59, "in_flight": 12, "why": ""}
     down = {"url": "http://gpu8:8000", "state": "down", "version": 41, "in_flight": 0}

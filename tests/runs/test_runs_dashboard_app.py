@@ -52,7 +52,7 @@ def test_the_dashboard_follows_a_folder(tmp_path, monkeypatch):
     created = {path.name for path in run.iterdir()}
     assert created == {
         *("config.json", "attempts.jsonl", "metrics.jsonl", "samples.jsonl", "log.txt"),
-        *("heartbeat.json", "hardware", "servers.json"),
+        *("heartbeat.json", "hardware", "servers.json", "checkpoints"),
     }, "it only reads"
 
 

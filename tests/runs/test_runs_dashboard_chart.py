@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from rich.cells import cell_len
 
 from jaxtrain.runs.dashboard.chart import Curve, chart, label_ticks, pick_ticks, spark
+from jaxtrain.runs.dashboard.text import cut_middle
 
 
 def draw(y, width=20, height=5, x=None, **options) -> list[str]:
@@ -117,3 +118,18 @@ def test_ticks_are_few_and_told_apart(a, b, most):
 def test_sparks():
     assert spark(np.array([1.0, 2.0, 3.0]), 3) == "▁▅█" and spark(np.ones(9), 4) == "▁▁▁▁"
     assert spark(np.zeros(0), 3) == "   "
+
+
+def test_events_stand_between_the_labels():
+    marks = [(2.0, "╵"), (5.0, "╵"), (5.0, "▴"), (9.0, "↻")]
+    lines = draw(np.arange(10.0), 30, 6, np.arange(10.0), marks=marks)
+    bottom = lines[-1]
+    assert bottom.count("▴") == 1 and bottom.count("╵") <= 1 and bottom.rstrip().endswith("9")
+    assert len(bottom) == 30
+
+
+def test_long_names_are_cut_in_the_middle():
+    assert cut_middle("eval/calculator/env/accuracy", 28) == "eval/calculator/env/accuracy"
+    assert cut_middle("eval/calculator/env/accuracy", 20) == "eval/c…/env/accuracy"
+    assert cut_middle("日本語の名前です", 8) == "日…です"
+    assert [cut_middle("abc", width) for width in (0, 1, 2)] == ["", "…", "…c"]

@@ -14,6 +14,7 @@ import pytest
 from folders import HOSTILE, START, lines, write_lines, write_run
 from watching import NOW, Watching, watch
 
+from jaxtrain.runs.dashboard.marks import list_marks, place_marks
 from jaxtrain.runs.dashboard.reader import RunReader
 from jaxtrain.runs.dashboard.run_data import WatchedRun, find_runs
 from jaxtrain.runs.dashboard.status import facts, read_state, time_left
@@ -171,6 +172,22 @@ def test_time_left_is_by_the_last_steps(tmp_path):
     assert time_left(run) == pytest.approx(20 * 3.0)
 
 
+def test_events_of_a_run(tmp_path):
+    run = WatchedRun(write_run(tmp_path / "run"))
+    later = {"attempt": 2, "time": "2026-11-18T11:07:15+0000"}  # between steps 23 and 24
+    write_lines(run.path / "attempts.jsonl", [later, {"time": "damaged"}], "a")
+    run.read()
+    marks = list_marks(run)
+    assert [mark.step for mark in marks if mark.kind == "evaluation"] == [10, 20, 30, 40, 50, 60]
+    assert [mark for mark in marks if mark.kind != "evaluation"] == [
+        ("checkpoint", 25),
+        ("restart", 24),
+    ]
+    assert dict(place_marks(run, "tokens"))[25 * 4096.0] == "▴"
+    (run.path / "checkpoints" / "60").mkdir()
+    assert run.read() and run.checkpoints == [25, 60]
+
+
 def test_a_resumed_run_is_read_anew(tmp_path):
     run = WatchedRun(write_run(tmp_path / "run"))
     run.read()
@@ -228,7 +245,7 @@ def test_the_verb_needs_no_jax(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "\n ✓ finished  run  grpo · Qwen3-0.6B · 4 × H200  step 90/90" in done.stdout
-    assert "no run in" in done.stderr and (tmp_path / "x.svg").read_text().startswith("<svg")
+    assert "gone does not exist" in done.stderr and (tmp_path / "x.svg").read_text().startswith("<svg")
 
 
 def rewrite() -> None:

@@ -46,7 +46,11 @@ def test_what_is_told(tmp_path):
         [10, 20, 30, 40, 50, 60],
         [0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
     ]
-    assert data["charts"][0] == "reward" and first["last"]["lag/max"] == 1
+    assert (
+        data["headline"] == data["charts"][0] == "eval/accuracy" and data["charts"][1] == "reward"
+    )
+    assert first["result"] == "at step 60 of 90 after 0:01:30: eval/accuracy 0.1000 -> 0.6000."
+    assert first["last"]["lag/max"] == 1
     assert [entry["step"] for entry in first["samples"]] == list(range(12, 0, -1))
     assert first["samples"][0]["samples"][0]["answer"][-1][1] == "The answer is 24."
     assert first["hardware"]["GPU use (gpu1)"][1] == [0.925]

@@ -7,7 +7,7 @@
   const main = document.querySelector("main");
   const chosen = { log: false, smooth: 0, x: "step", filter: "", shown: data.runs.map(() => true) };
   const plots = [];
-  let whole = null, zoomed = false, wide = null;  // all of the x axis; whether less is shown; the large chart
+  let whole = null, zoomed = false, wide = data.headline;  // all of the x axis; whether less is shown; the large chart
 
   const make = (tag, properties = {}, ...children) => {
     const element = document.createElement(tag);
@@ -48,7 +48,12 @@
     rows.map((row) => make("tr", {}, row.map((cell) =>
       make("td", { class: typeof cell === "number" ? "number" : "" },
         typeof cell === "number" ? tell(cell) : cell))))));
-  const section = (title, ...children) => main.append(make("h2", {}, title), ...children.flat(Infinity));
+  const contents = make("nav", { class: "contents" });
+  const section = (title, ...children) => {
+    const id = title.toLowerCase().replace(/[^a-z]+/g, "-");
+    contents.append(make("a", { href: `#${id}` }, title));
+    main.append(make("h2", { id }, title), ...children.flat(Infinity));
+  };
 
   // ---- curves
   const between = (xs, ys, x) => {
@@ -165,17 +170,10 @@
 
   // ---- head
   const names = data.runs.map((run) => run.name).join(", ");
-  main.append(make("h1", {}, names), make("div", { class: "soft" }, `written ${data.time}`));
   const mark = { finished: "good", failed: "bad", silent: "bad" };
-  section("Runs", table(
-    ["", "run", "state", "method", "model", "devices", "step", "time", "best", "", "newest", "tok/s/device", "MFU"],
-    data.runs.map((run, i) => [
-      dot(i), run.path, make("span", { class: mark[run.state] ?? "" }, `${run.state} ${run.message}`),
-      run.task, run.model, run.devices, `${tell(run.step)}/${tell(run.total_steps)}`, duration(run.seconds),
-      run.best ? `${run.best.metric}` : "", run.best ? `${tell(run.best.value)} at ${tell(run.best.step)}` : "",
-      run.best ? tell(run.last[run.best.metric]) : "",
-      tell(run.last.tokens_per_second_per_device), run.last.mfu ? `${(100 * run.last.mfu).toFixed(1)} %` : "–",
-    ])));
+  main.append(make("h1", {}, names),
+    ...data.runs.map((run) => make("p", { class: "result" }, make("b", { class: mark[run.state] ?? "" }, run.state), ` ${run.result}`)),
+    make("div", { class: "soft" }, `written ${data.time}`), contents);
 
   // ---- charts
   if (data.charts.length) {
@@ -193,6 +191,16 @@
     section("Charts", bar, grid);
     for (const name of data.charts) grid.append(card(name, { metric: name }));
   }
+
+  section("Runs", table(
+    ["", "run", "state", "method", "model", "devices", "step", "time", "best", "", "newest", "tok/s/device", "MFU"],
+    data.runs.map((run, i) => [
+      dot(i), run.path, make("span", { class: mark[run.state] ?? "" }, `${run.state} ${run.message}`),
+      run.task, run.model, run.devices, `${tell(run.step)}/${tell(run.total_steps)}`, duration(run.seconds),
+      run.best ? `${run.best.metric}` : "", run.best ? `${tell(run.best.value)} at ${tell(run.best.step)}` : "",
+      run.best ? tell(run.last[run.best.metric]) : "",
+      tell(run.last.tokens_per_second_per_device), run.last.mfu ? `${(100 * run.last.mfu).toFixed(1)} %` : "–",
+    ])));
 
   // ---- evaluations
   const evals = data.charts.filter((name) => name.startsWith("eval/"));

@@ -39,19 +39,21 @@ TOOLS = [
     }
 ]
 
-OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
+OPERATORS = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 OPENINGS = {
     "any": ("What is {a} {op} {b}?", "Compute {a} {op} {b}.", "How much is {a} {op} {b}?"),
     "+": ("Add {a} and {b}.", "What is {a} plus {b}?"),
     "-": ("What is {a} minus {b}?", "From {a} take {b}."),
     "*": ("Multiply {a} by {b}.", "What is {a} times {b}?"),
+    "/": ("Divide {a} by {b}.", "What is {a} divided by {b}?"),
 }
 
 FOLLOW_UPS = {
     "+": ("Now add {b}.", "Then plus {b}."),
     "-": ("Now subtract {b}.", "Then minus {b}."),
     "*": ("Now multiply by {b}.", "Then times {b}."),
+    "/": ("Now divide by {b}.", "Then divided by {b}."),
 }
 
 MAX_ROWS = 2**24
@@ -85,8 +87,8 @@ class CalculatorProblem:
 
     @property
     def result(self) -> int:
-        """Right answer."""
-        return OPERATORS[self.op](self.a, self.b)
+        """Right answer; a quotient is whole."""
+        return int(OPERATORS[self.op](self.a, self.b))
 
     @property
     def split(self) -> str:
@@ -115,7 +117,15 @@ class CalculatorRows:
     claims: float = 0.0
     """Share of rows that check a claimed answer, half of which are wrong."""
 
+    all_kinds: bool = False
+    """Divisions, too, and any two operands: products have up to four digits, differences may be
+    negative. Otherwise results are 0 to 999 and factors at most 9."""
+
     def __post_init__(self) -> None:
+        if not isinstance(self.all_kinds, bool):
+            raise UserError(
+                f"builtin:calculator: all_kinds is {show(self.all_kinds)}, not true or false"
+            )
         if self.split not in SPLITS:
             raise UserError(
                 f"builtin:calculator has no split {self.split!r}: choose one of {', '.join(SPLITS)}"
@@ -174,6 +184,10 @@ class CalculatorRows:
 
     def _draw(self, chance: random.Random) -> CalculatorProblem:
         """Draw a problem of this split."""
+        while self.all_kinds:
+            problem = self._draw_any(chance)
+            if problem.split == self.split:
+                return problem
         while True:
             op = chance.choice("+-*")
             a, b = chance.randint(1, self.max_value), self._operand(chance, op)
@@ -184,6 +198,14 @@ class CalculatorRows:
             )
             if self._fits(problem):
                 return problem
+
+    def _draw_any(self, chance: random.Random) -> CalculatorProblem:
+        """Draw a problem of one of four kinds, with one-digit operands as often as larger ones."""
+        op = chance.choice("+-*/")
+        a, b = (chance.randint(1, chance.choice((9, self.max_value))) for _ in "ab")
+        if op == "/":
+            a = b * chance.randint(1, max(self.max_value // b, 1))
+        return CalculatorProblem(a, op, b)
 
     def _follow(self, chance: random.Random, result: int) -> CalculatorProblem | None:
         """Draw a problem of this split about the last result; None if no attempt succeeds."""

@@ -253,7 +253,7 @@ def _builtin(dataset: DatasetConfig, split: str) -> RowSource:
             f" {BUILTIN}calculator_pairs for preferences, and {BUILTIN}tasks for tasksets"
         )
     allowed = ("num_rows",) if name == "tasks" else ("num_rows", "seed", "max_value", "follow_up")
-    allowed += ("claims",) if name == "calculator" else ()
+    allowed += ("claims", "all_kinds") if name == "calculator" else ()
     for key in dataset.options:
         if key not in allowed:
             raise UserError(

@@ -33,7 +33,7 @@ from jaxtrain.runs.dashboard.status import (
     read_state,
     total_steps,
 )
-from jaxtrain.runs.dashboard.text import cut_left
+from jaxtrain.runs.dashboard.text import cut_middle
 from jaxtrain.runs.dashboard.view import SCREENS, DashboardView
 from jaxtrain.runs.run_files import write_output
 
@@ -224,7 +224,7 @@ def draw_head(view: DashboardView, width: int) -> tuple[Text, float]:
     state, step, total = read_state(run, view.clock()), current_step(run), total_steps(run)
     mark, word, color = MARKS[state.kind]
     head = Text(f" {mark} {word}  ", f"bold {color}")
-    head.append(cut_left(run.name, max(width - len(word) - 40, 10)), "bold")
+    head.append(cut_middle(run.name, max(width - len(word) - 40, 10)), "bold")
     if width >= 70:
         about = describe(run)
         head.append(f"  {about if width >= 100 else about.partition(' · ')[0]}")

@@ -15,7 +15,7 @@ from textual.widget import Widget
 from typing_extensions import override
 
 from jaxtrain.runs.console import format_count, format_time
-from jaxtrain.runs.dashboard.text import cut_left, flat
+from jaxtrain.runs.dashboard.text import cut_middle, flat
 
 BRAILLE = 0x2800
 """The empty braille character; each dot is a bit of it."""
@@ -59,7 +59,7 @@ class Plot(Widget):
         if key == self._key:
             return False
         self._key, self._options, self.curves = key, options, ()
-        self.border_title = Text(cut_left(flat(title), 200))
+        self.border_title = Text(cut_middle(flat(title), 200))
         self.border_subtitle = Text(footer)
         self.refresh()
         return True
@@ -77,11 +77,13 @@ def chart(
     x: str = "step",
     window: Window | None = None,
     cursor: float | None = None,
+    marks: Sequence[tuple[float, str]] = (),
 ) -> list[Text]:
     """`height` lines of `width` cells: curves in their colors, y labels left, x labels below.
 
     log: a logarithmic y axis, without values that are not positive. x: "step", "time" (seconds) or
-    "tokens", for the labels. cursor: a place of the x axis to be marked.
+    "tokens", for the labels. cursor: a place of the x axis to be marked. marks: (place, sign)
+    of events, which stand between the labels below.
     """
     curves = [clean(curve, log, window) for curve in curves]
     curves = [curve for curve in curves if len(curve.x)]
@@ -124,7 +126,8 @@ def chart(
         if marked is not None:
             line.stylize("on grey23", margin + 1 + marked, margin + 2 + marked)
         lines.append(line)
-    return [*lines, label_x(x_min, x_max, margin + 1, columns, x)]
+    below = label_x(x_min, x_max, margin + 1, columns, x)
+    return [*lines, put_marks(below, marks, Window(x_min, x_max), margin + 1)]
 
 
 def clean(curve: Curve, log: bool = False, window: Window | None = None) -> Curve:
@@ -231,6 +234,21 @@ def label_x(x_min: float, x_max: float, margin: int, columns: int, kind: str) ->
         if end - len(label) >= margin - 1 and end <= free:
             line[end - len(label) : end] = label
             free = end - len(label) - 1
+    return Text("".join(line), style="bright_black")
+
+
+def put_marks(
+    labels: Text, marks: Sequence[tuple[float, str]], window: Window, margin: int
+) -> Text:
+    """Put signs under their places, or close beside a label there; a later one covers an earlier
+    one."""
+    line, span = list(labels.plain), window.high - window.low
+    free = {place for place in range(margin, len(line)) if line[place] == " "}
+    for x, sign in marks:
+        place = margin + round((x - window.low) / span * (len(line) - margin - 1)) if span else -1
+        near = sorted(free & set(range(place - 2, place + 3)), key=lambda p: (abs(p - place), p))
+        if near:
+            line[near[0]] = sign
     return Text("".join(line), style="bright_black")
 
 

@@ -49,6 +49,8 @@ class WatchedRun:
         self.beat_seen = 0.0
         """Unix time at which heartbeat.json was written, by whichever clock is later."""
         self.servers: list[dict[str, Any]] = []
+        self.checkpoints: list[int] = []
+        """Steps of the checkpoints on the disk."""
         self.version = 0
         """Incremented with every change, so that an unchanged run is not drawn again."""
         self._tails = {name: Tail(path / name) for name in TAILED}
@@ -77,6 +79,7 @@ class WatchedRun:
                 getattr(self, TAILED[name])(lines)
                 self.version += 1
         self._read_hardware()
+        self._read_checkpoints()
         return self.version != before
 
     @property
@@ -210,6 +213,15 @@ class WatchedRun:
             lines = tail.read()  # of a rotated file the kept lines stay
             history.extend(record for raw in lines if (record := read_object(raw)) is not None)
             self.version += bool(lines)
+
+    def _read_checkpoints(self) -> None:
+        try:
+            names = os.listdir(self.path / "checkpoints")
+        except OSError:
+            names = []
+        steps = sorted(int(name) for name in names if name.isdecimal() and len(name) < 16)
+        self.version += steps != self.checkpoints
+        self.checkpoints = steps
 
 
 TAILED = {

@@ -16,14 +16,18 @@ def flat(text: object) -> str:
     return re.sub(r"\s+", " ", escape_control_chars(str(text)[:MAX_CHARACTERS])).strip()
 
 
-def cut_left(text: str, width: int) -> str:
-    """Return the end of a text in at most `width` cells, which distinguishes long names."""
+def cut_middle(text: str, width: int) -> str:
+    """Return a text in at most `width` cells: its first third and its end, which
+    distinguish long names."""
     if cell_len(text) <= width:
         return text
-    text = text[-width:]
-    while text and cell_len(text) > width - 1:
-        text = text[1:]
-    return "…" + text if width > 0 else ""
+    third = max((width - 1) // 3, 0)
+    head, tail = text[:third], text[-width:]
+    while cell_len(head) > third:
+        head = head[:-1]
+    while tail and cell_len(head) + cell_len(tail) > width - 1:
+        head, tail = (head, tail[1:]) if len(tail) > 1 or not head else ("", tail)
+    return f"{head}…{tail}" if width > 0 else ""
 
 
 def fit(text: str, width: int) -> str:

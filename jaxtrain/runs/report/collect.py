@@ -9,9 +9,16 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.secrets import HIDDEN, is_secret, redact, redact_command, redact_text
+from jaxtrain.runs.console import format_number, format_time
 from jaxtrain.runs.dashboard.names import order_charts
 from jaxtrain.runs.dashboard.run_data import WatchedRun, list_gpus
-from jaxtrain.runs.dashboard.status import facts, is_warning, time_passed
+from jaxtrain.runs.dashboard.status import (
+    current_step,
+    facts,
+    is_warning,
+    time_passed,
+    total_steps,
+)
 from jaxtrain.runs.plot import is_number
 from jaxtrain.runs.records import differing_keys
 from jaxtrain.runs.samples import message_text, read_messages
@@ -36,12 +43,38 @@ def collect(runs: Sequence[WatchedRun], ended: str | None = None) -> dict[str, A
     kind = str(runs[0].key("task.kind") or "") if runs else ""
     charts = order_charts(names, kind)[:MAX_METRICS]
     flat = [{k: hide(v, k) for k, v in run.flat.items()} for run in runs]
+    main_metric = pick_main_metric(runs, charts)
+    charts.sort(key=lambda name: name != main_metric)
     return {
+        "headline": None if main_metric is None else escape_control_chars(main_metric),
         "time": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
         "charts": [escape_control_chars(name) for name in charts],
         "differing": differing_keys(flat) if len(runs) > 1 else [],
-        "runs": [collect_run(run, charts, ended) for run in runs],
+        "runs": [
+            collect_run(run, charts, ended) | {"result": describe_result(run, main_metric)}
+            for run in runs
+        ],
     }
+
+
+def pick_main_metric(runs: Sequence[WatchedRun], charts: Sequence[str]) -> str | None:
+    """Return the metric that the page opens with: what the best checkpoint is chosen by, else the
+    accuracy or reward of an evaluation, else the first chart; None without charts."""
+    chosen = runs[0].key("checkpoint.best_metric") if runs else None
+    graded = [n for n in charts if n[:5] == "eval/" and n.endswith(("accuracy", "reward"))]
+    return next((name for name in (chosen, *graded, *charts) if name in charts), None)
+
+
+def describe_result(run: WatchedRun, metric: str | None) -> str:
+    """Return what a run has come to, in a sentence behind its state."""
+    step, total = current_step(run), total_steps(run)
+    place = f"at step {step:,} of {total:,}" if total else f"at step {step:,}"
+    sentence = f"{place} after {format_time(time_passed(run))}"
+    values = run.metrics[metric].values if metric and metric in run.metrics else ()
+    if len(values):
+        ends = dict.fromkeys((format_number(values[0]), format_number(values[-1])))
+        sentence += f": {escape_control_chars(metric)} {' -> '.join(ends)}"
+    return f"{sentence}."
 
 
 def collect_run(run: WatchedRun, charts: Sequence[str], ended: str | None) -> dict[str, Any]:

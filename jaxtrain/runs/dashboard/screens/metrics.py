@@ -16,12 +16,13 @@ from textual.widgets import Static
 from typing_extensions import override
 
 from jaxtrain.runs.dashboard.chart import Curve, Plot, Window, label_place, spark
+from jaxtrain.runs.dashboard.marks import place_marks
 from jaxtrain.runs.dashboard.names import SHORT, group, order_charts
 from jaxtrain.runs.dashboard.run_data import WatchedRun
 from jaxtrain.runs.dashboard.screens.hardware import draw_hardware, summarize_hardware
 from jaxtrain.runs.dashboard.screens.pane import Pane
 from jaxtrain.runs.dashboard.status import MARKS, is_step, is_warning, read_state
-from jaxtrain.runs.dashboard.text import cut_left, fit, flat, plain
+from jaxtrain.runs.dashboard.text import cut_middle, fit, flat, plain
 from jaxtrain.runs.plot import smooth
 
 SMOOTH = (0.0, 0.05, 0.2)
@@ -43,7 +44,7 @@ class MetricsPane(Pane, can_focus=True):
     MetricsPane {
         #runs-list, #numbers, #hardware, #events { border: round $surface-lighten-2; height: 1fr; }
         #runs-list { display: none; width: 24; }
-        #numbers { width: 34; }
+        #numbers { width: 34; scrollbar-size-vertical: 1; }
         #panels { height: 8; }
         #hardware { width: 42%; min-width: 50; }
         #events { width: 1fr; }
@@ -52,6 +53,8 @@ class MetricsPane(Pane, can_focus=True):
         &.open #notes { display: block; }
         &.open #panels, &.open #numbers, &.open #brief { display: none; }
         Plot { border: round $surface-lighten-2; width: 1fr; height: 1fr; }
+        Plot, Static, VerticalScroll { border-title-color: $foreground; }
+        Plot { border-subtitle-color: $foreground; }
         Plot.chosen { border: round $accent; }
     }
     """
@@ -82,6 +85,8 @@ class MetricsPane(Pane, can_focus=True):
     """Part of the open chart's x axis."""
     chosen = 0
     """Index of the chosen chart."""
+    marks: Sequence[tuple[float, str]] = ()
+    """Events of the chosen run, on the x axis of every chart."""
 
     def compose(self) -> ComposeResult:
         """Yield numbers beside charts, hardware and events below."""
@@ -107,7 +112,7 @@ class MetricsPane(Pane, can_focus=True):
     def legend(self) -> Text:
         text = Text(no_wrap=True)
         for run in self.view.shown[:4] if len(self.view.runs) > 1 else ():
-            text.append("● ", self.view.color(run)).append(f"{cut_left(run.name, 18)}  ")
+            text.append("● ", self.view.color(run)).append(f"{cut_middle(run.name, 18)}  ")
         text.append_text(super().legend())
         text.append("log y  " if self.values["log"] else "", "yellow")
         settings = f"smooth {SMOOTH[self.values['smooth']]:.0%}  x: {X_AXES[self.values['axis']]} "
@@ -159,6 +164,8 @@ class MetricsPane(Pane, can_focus=True):
         styles = area.styles
         if (styles.grid_size_columns, styles.grid_size_rows) != (columns, rows):
             styles.grid_size_columns, styles.grid_size_rows = columns, rows
+        run, kind = self.view.first, X_AXES[self.values["axis"]]
+        self.marks = tuple(place_marks(run, kind)) if run in self.view.shown else ()
         self.chosen = min(max(self.chosen, 0), max(len(names) - 1, 0))
         first = self.chosen // (columns * rows) * columns * rows
         for index, plot in enumerate(plots, start=first):
@@ -191,7 +198,7 @@ class MetricsPane(Pane, can_focus=True):
             low, high = window = self.window or window
             cursor = None if self.cursor is None else low + self.cursor * (high - low)
         value = plain(next((v for run in view.shown if (v := run.last(name)) is not None), None))
-        options = dict(log=log, x=kind, window=window, cursor=cursor)
+        options = dict(log=log, x=kind, window=window, cursor=cursor, marks=self.marks)
         if not plot.show(name, page + value, (*state, share), **options) and not self.opened:
             return
         curves = []
@@ -294,11 +301,13 @@ def draw_numbers(run: WatchedRun | None, names: Sequence[str]) -> Table:
     table.add_column(style="green", no_wrap=True)
     if run is None:
         return table
-    for title, members in group(name for name in names if name in run.metrics):
+    names = [name for name in names if name in run.metrics]
+    widest = max((len(plain(run.last(name))) for name in names), default=0)
+    for title, members in group(names):
         table.add_row(Text(title, style="bold"))
         for name in members:
             value = plain(run.last(name))
-            short = Text(" " + cut_left(SHORT.get(name) or flat(name), 26 - len(value)))
+            short = Text(" " + cut_middle(SHORT.get(name) or flat(name), 24 - widest))
             table.add_row(short, value, spark(np.array(run.metrics[name].values), 3))
     return table
 

@@ -20,7 +20,7 @@ from jaxtrain.runs.dashboard.status import (
     read_state,
     total_steps,
 )
-from jaxtrain.runs.dashboard.text import cut_left, flat, plain
+from jaxtrain.runs.dashboard.text import cut_middle, flat, plain
 from jaxtrain.runs.records import differing_keys
 from jaxtrain.text_safety import show
 
@@ -72,13 +72,13 @@ class RunsPane(Pane):
         sign = ("d" if run is view.marked else " ") + ("●" if run in view.shown else "○")
         return {
             "": Text(sign, view.color(run)),
-            "name": cut_left(run.name, 40),
+            "name": cut_middle(run.name, 40),
             "task": method(run)[:12],
             "model": model(run),
             "step": f"{current_step(run)}/{total_steps(run) or '?'}",
             "last": Text(plain(last) or "-", "cyan"),
             "best": Text(plain(best_value[1]) if best_value else "-", "cyan"),
-            "of": cut_left(flat(best_value[0]), 22) if best_value else "",
+            "of": cut_middle(flat(best_value[0]), 22) if best_value else "",
             "tok/s/dev": format_count(speed) if speed else "-",
             "MFU": f"{mfu:.1%}" if mfu else "-",
             "state": Text(f"{word} {state.text}", color),
@@ -94,7 +94,7 @@ class RunsPane(Pane):
         width = max(table.size.width // (len(runs) + 1) - 2, 8)
         heading = [("key", width), *((run.name, width) for run in runs)]
         rows = [
-            [cut_left(flat(key), width), *(flat(show_value(run, key)) for run in runs)]
+            [cut_middle(flat(key), width), *(flat(show_value(run, key)) for run in runs)]
             for key in keys[:MAX_KEYS]
         ]
         table.fill((tuple(heading), tuple(map(tuple, rows))), heading, rows)

@@ -9,7 +9,7 @@ from typing_extensions import override
 
 from jaxtrain.runs.dashboard.screens.pane import Pane, TextTable
 from jaxtrain.runs.dashboard.status import ago, number
-from jaxtrain.runs.dashboard.text import cut_left, flat, plain
+from jaxtrain.runs.dashboard.text import cut_middle, flat, plain
 
 STATES = {"up": "green", "new": "cyan", "draining": "yellow", "down": "red"}
 NUMBERS = ("lag/*", "policy_version", "sync/*", "rollout/*", "vllm/*", "dropped/*", "cancelled/*")
@@ -44,7 +44,7 @@ class ServersPane(Pane):
         table.border_subtitle = Text(f"{len(rows)} servers" if rows else none)
         names = [n for p in NUMBERS for n in (run.metrics if run else ()) if fnmatchcase(n, p)]
         values = [
-            [cut_left(flat(name), 50), Text(plain(run.last(name)), "cyan", justify="right")]
+            [cut_middle(flat(name), 50), Text(plain(run.last(name)), "cyan", justify="right")]
             for name in names[:MAX_NUMBERS]
             if run
         ]
@@ -59,7 +59,7 @@ class ServersPane(Pane):
         state, since = flat(server.get("state", "?"))[:9], number(server.get("since"))
         counts = [server.get(key) for key in ("version", "in_flight")]
         return [
-            cut_left(flat(server.get("url", "")), 60),
+            cut_middle(flat(server.get("url", "")), 60),
             Text(state, STATES.get(state, "")),
             *("-" if count is None else flat(count)[:12] for count in counts),
             ago(self.view.clock() - since) if since else "-",
