@@ -7,12 +7,8 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.config import load_config
-<<<<<<< HEAD
-from jaxtrain.config.docs import list_keys, list_sections, render_help, render_markdown
-from jaxtrain.config.load import read_saved, validate_config
-=======
 from jaxtrain.config.docs import list_keys, list_sections, render_help, render_pages
->>>>>>> d198b55b (Documentation: the idea with pictures, a tree of pages, recipes, troubleshooting, upgrade notes; config reference by section)
+from jaxtrain.config.load import read_saved, validate_config
 from jaxtrain.config.root import Config
 from jaxtrain.core.session import cut_warmup
 from jaxtrain.errors import UserError

@@ -245,7 +245,8 @@ def test_the_verb_needs_no_jax(tmp_path):
     )
     assert done.returncode == 0, done.stderr
     assert "\n ✓ finished  run  grpo · Qwen3-0.6B · 4 × H200  step 90/90" in done.stdout
-    assert "gone does not exist" in done.stderr and (tmp_path / "x.svg").read_text().startswith("<svg")
+    assert "gone does not exist" in done.stderr
+    assert (tmp_path / "x.svg").read_text().startswith("<svg")
 
 
 def rewrite() -> None:
