@@ -99,6 +99,7 @@ WIDE = {
     "models.naming.attention_names": "each keyword is a tensor name of some family",
     "models.naming.expert_names": "each keyword is a tensor name of some family",
     "runs.checkpoint.Checkpoints": "keys of a section, and two sinks",
+    "runs.dashboard.chart.chart": "one keyword for each key of the charts, and their size",
 }
 """Functions, or classes, with more than MAX_PARAMETERS parameters, and why: at most 20."""
 
