@@ -351,7 +351,8 @@ def read_spans(key: str, value: Any) -> list[dict[str, Any]]:
     spans = value if isinstance(value, list | tuple) else [value]
     for span in spans:
         offsets = [span.get(name) for name in OFFSETS] if isinstance(span, Mapping) else []
-        if [type(offset) for offset in offsets] != [int, int] or not 0 <= offsets[0] <= offsets[1]:
+        numbers = [offset for offset in offsets if type(offset) is int]
+        if len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
             raise MalformedRow(f"{key} must be a list of {{begin_offset, end_offset, train}}")
         read_flag(f"train of {key}", span.get("train"))
     return sorted((dict(span) for span in spans), key=lambda span: span["end_offset"])
@@ -406,9 +407,11 @@ def split_thinking(message: Message) -> Message:
     """Return an assistant's message with the thoughts of its text as reasoning_content; others, and
     those that have it already, as they are. Raises MalformedRow if spans of the text move."""
     text = message.get("content")
-    if message["role"] != "assistant" or message.get("reasoning_content"):
+    if message["role"] != "assistant" or not isinstance(text, str):
         return dict(message)
-    for opening, closing in TAGS if isinstance(text, str) else ():
+    if message.get("reasoning_content"):
+        return dict(message)
+    for opening, closing in TAGS:
         match = re.search(f"{re.escape(opening)}(.*?){re.escape(closing)}", text, re.DOTALL)
         if match:
             if "train_detail" in message:

@@ -277,9 +277,9 @@ class Renderer:
         UserError if an assistant turn has no end.
         """
         kwargs = {**self.kwargs, **(kwargs or {})}
-        spans = {i: (messages[i]["content"], listed) for i, listed in (spans or {}).items()}
+        parts = {i: (messages[i]["content"], listed) for i, listed in (spans or {}).items()}
         (messages, tools, kwargs), mark, count = self.encoder.protect((messages, tools, kwargs))
-        first, *later = self.render(messages, tools, trained, mark, kwargs, spans)
+        first, *later = self.render(messages, tools, trained, mark, kwargs, parts)
         return [dataclasses.replace(first, controls=count), *later]
 
     def render(

@@ -76,6 +76,7 @@ class QueryRows:
         """dataset.name: a table, or a query that begins with SELECT or WITH. Raises UserError."""
         try:
             import sqlalchemy
+            from sqlalchemy.exc import SQLAlchemyError
         except ModuleNotFoundError:
             raise UserError("databases need SQLAlchemy: pip install 'jaxtrain[sql]'") from None
         if not dataset.name:
@@ -97,7 +98,7 @@ class QueryRows:
                 self.columns = list(result.keys())
                 self.rows = [tuple(row) for row in result.fetchmany(MAX_RESULT + 1)]
             engine.dispose()
-        except (sqlalchemy.exc.SQLAlchemyError, ImportError) as error:
+        except (SQLAlchemyError, ImportError) as error:
             reason = str(error).splitlines()[0]
             raise UserError(f"{show(dataset.path)}, {show(dataset.name)}: {reason}") from None
         if len(self.rows) > MAX_RESULT:
