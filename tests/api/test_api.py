@@ -221,7 +221,7 @@ def test_export_refuses_to_cast_codes(folder, tmp_path, capsys):
     quantized = tmp_path / "quantized"
     shutil.copytree(folder, quantized)
     config = json.loads((quantized / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8"}
+    config["quantization_config"] = {"quant_method": "hqq"}
     (quantized / "config.json").write_text(json.dumps(config))
     assert run("export", quantized, "--output", tmp_path / "o", "--dtype", "float32") == 2
     assert "quantization_config" in capsys.readouterr().err
