@@ -229,7 +229,7 @@ MESSAGES = st.lists(
 @given(st.dictionaries(COLUMNS, VALUES) | st.fixed_dictionaries({"messages": MESSAGES}))
 def test_any_row(tokenize, row):
     for actual in tokenize(row, "x row 1"):
-        if isinstance(actual, Dropped):
+        if isinstance(actual, RowNote):
             assert actual.reason and len(actual.reason) < 300
         else:
             assert len(actual.tokens) == len(actual.weights) <= 64
