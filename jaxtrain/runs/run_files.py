@@ -270,7 +270,9 @@ def replace_folder(folder: Path) -> Iterator[Path]:
         unfinished.mkdir()
         with locked(unfinished):  # as long as it is written: see remove_abandoned
             yield unfinished
-        with locked(folder.parent):
+        # What is still unfinished is its writer's alone, who holds its lock: several policies.
+        nested = folder.parent.name.endswith(UNFINISHED)
+        with contextlib.nullcontext() if nested else locked(folder.parent):
             require_replaceable(folder)  # another process may have written there meanwhile
             retired = unfinished.with_suffix(RETIRED)
             if folder.exists():

@@ -482,3 +482,10 @@ def open_with_base(run: Path, model: dict, base: Path, needs_base: bool) -> None
 
 def piece(value: float) -> SplitPiece:
     return SplitPiece("w", (4,), (slice(None),), np.full(4, value, np.float32))
+
+
+def test_folders_of_several_policies_are_written_within_one(tmp_path):
+    with replace_folder(tmp_path / "model") as folder, replace_folder(folder / "a") as inner:
+        (inner / "x").write_text("1")
+    assert [path.name for path in (tmp_path / "model").iterdir()] == ["a"]
+    assert (tmp_path / "model" / "a" / "x").read_text() == "1"
