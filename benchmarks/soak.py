@@ -313,15 +313,15 @@ def main() -> None:
     threading.Thread(target=inject, args=(proxies, dice, over), daemon=True).start()
     started, trainer_kills, server_kills = time.monotonic(), 0, 0
     total = 60 * options.minutes
-    while (now := time.monotonic() - started) < total:
+    while (elapsed := time.monotonic() - started) < total:
         time.sleep(SAMPLE_SECONDS)
         trainer.sample()
         if trainer.process.poll() is not None:
             break
-        if scripted and now > (server_kills + 1) * options.kill_every:
+        if scripted and elapsed > (server_kills + 1) * options.kill_every:
             server_kills += 1
             dice.choice(scripted).kill(away=5.0)
-        if now > (trainer_kills + 1) * total / (options.trainer_kills + 1):
+        if elapsed > (trainer_kills + 1) * total / (options.trainer_kills + 1):
             trainer_kills += 1
             trainer.process.kill()
             trainer.process.wait()

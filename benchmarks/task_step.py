@@ -36,7 +36,7 @@ class TaskStep:
 
     @property
     def params(self) -> dict:
-        """All parameters by path."""
+        """Parameters by path, frozen ones included."""
         return {**self.frozen, **self.state.copies, **self.state.params}
 
     def make_batch(self, tokens: np.ndarray) -> Batch:

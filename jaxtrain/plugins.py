@@ -192,10 +192,10 @@ def _watch(key: str, thread: int, done: threading.Event) -> None:
             return
         if current is not frame:
             frame, since = current, moment
-        place = f"{current.f_code.co_filename}:{current.f_lineno}"
+        line = f"{current.f_code.co_filename}:{current.f_lineno}"
         if moment - since > HANG_SECONDS:
             print(
-                f"error: {key} cannot be imported: the import hangs at {place}, for"
+                f"error: {key} cannot be imported: the import hangs at {line}, for"
                 f" {moment - since:.0f} s now",
                 file=sys.stderr,
                 flush=True,
@@ -203,7 +203,7 @@ def _watch(key: str, thread: int, done: threading.Event) -> None:
             os._exit(2)
         if moment - start > SLOW_SECONDS and not named:
             named = True
-            print(f"{key}: still being imported, at {place}", file=sys.stderr, flush=True)
+            print(f"{key}: still being imported, at {line}", file=sys.stderr, flush=True)
 
 
 def describe(error: BaseException) -> str:

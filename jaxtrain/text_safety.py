@@ -37,13 +37,13 @@ REFERENCE = re.compile(r"(?:\$\{(\w+)\}|\$(\w+)|env:(\w+))\Z")
 def redact_text(text: str) -> str:
     """Return a text with HIDDEN for the users, passwords and keys of URLs in it, and for the quoted
     values of keys like api_key."""
-    text = URL.sub(lambda match: f"{match[1]}{_kept(match[2])}@", text)
+    text = URL.sub(lambda match: f"{match[1]}{_hide_value(match[2])}@", text)
     for pattern in (_QUERY, _ASSIGNED):
-        text = pattern.sub(lambda match: f"{match[1]}{_kept(match[2])}", text)
+        text = pattern.sub(lambda match: f"{match[1]}{_hide_value(match[2])}", text)
     return text
 
 
-def _kept(value: str) -> str:
+def _hide_value(value: str) -> str:
     return value if REFERENCE.match(value) else HIDDEN
 
 

@@ -143,10 +143,10 @@ def draw_copies() -> Figure:
     lengths = example.tree.branch_lengths()
     for line, leaf in enumerate((1, 2)):
         words = [word for _, words in (NODES[0], NODES[leaf]) for word in words]
-        for place, word in enumerate(words):
-            repeated = line > 0 and place < len(NODES[0][1])
-            color = RED if repeated else COLORS[0 if place < len(NODES[0][1]) else leaf]
-            draw_box(second, (place, -0.75 * line), word, color)
+        for position, word in enumerate(words):
+            repeated = line > 0 and position < len(NODES[0][1])
+            color = RED if repeated else COLORS[0 if position < len(NODES[0][1]) else leaf]
+            draw_box(second, (position, -0.75 * line), word, color)
     second.text(6.0, -0.75, "red: computed again", va="center", fontsize=10)
     second.set_title(f"two flat copies: {sum(lengths)} tokens computed")
     hide_axes(first, 9, (-0.4, 0.4))
@@ -191,15 +191,15 @@ def _draw_shape(axes: Axes, name: str, nodes: list[tuple[int, int, str]]) -> Non
         lines += parent < 0 or siblings[0] != index
         starts[index], heights[index] = start, height
         for token in range(count):
-            place = (start + token, height)
-            draw_box(axes, place, "", color, width=0.85, height=0.6)
+            center = (start + token, height)
+            draw_box(axes, center, "", color, width=0.85, height=0.6)
         if parent >= 0:
             end = starts[parent] + nodes[parent][1] - 0.55
             axes.plot([end, start - 0.45], [heights[parent], height], color=TEXT, lw=1.2, zorder=0)
-    own = sum(count for _, count, _ in nodes)
+    num_tokens = sum(count for _, count, _ in nodes)
     leaves = [i for i in range(len(nodes)) if all(node[0] != i for node in nodes)]
     flat = sum(_path_length(nodes, leaf) for leaf in leaves)
-    axes.set_title(f"{name}\n{own} tokens, flat {flat}", fontsize=11)
+    axes.set_title(f"{name}\n{num_tokens} tokens, flat {flat}", fontsize=11)
     axes.set_xlim(-0.6, 9.5)
     axes.set_ylim(-3.5, 0.5)
     axes.axis("off")
@@ -215,8 +215,8 @@ def _path_length(nodes: list[tuple[int, int, str]], index: int) -> int:
 
 def draw_coinciding_losses() -> Figure:
     """Losses of the same trajectories as trees and branch by branch, and their difference."""
-    found = json.loads((RESULTS / "tree_curves_cpu.json").read_text())
-    tree, flat = (np.array(found["losses"][mode]) for mode in ("tree", "grouped"))
+    results = json.loads((RESULTS / "tree_curves_cpu.json").read_text())
+    tree, flat = (np.array(results["losses"][mode]) for mode in ("tree", "grouped"))
     steps = np.arange(1, len(tree) + 1)
     figure = open_figure(5.6, 3.6)
     first, second = figure.subplots(2, 1, sharex=True, height_ratios=(2, 1))
@@ -231,8 +231,8 @@ def draw_coinciding_losses() -> Figure:
 
 def draw_cost() -> Figure:
     """Time and memory of one step on an agent's trajectory, from the benchmark's file."""
-    found = json.loads((RESULTS / "tree_vs_flat_h200.json").read_text())
-    rows = {row["mode"]: row for row in found["rows"]}
+    results = json.loads((RESULTS / "tree_vs_flat_h200.json").read_text())
+    rows = {row["mode"]: row for row in results["rows"]}
     modes = {"tree": "tree", "per_branch": "branches, packed", "grouped": "branch by branch"}
     figure = open_figure(5.6, 3.2)
     first, second = figure.subplots(2, 1)

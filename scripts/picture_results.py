@@ -62,7 +62,7 @@ def draw_remat() -> Figure:
 
 
 def draw_rounds() -> Figure:
-    """Where the time of a round of GRPO goes: sync, prefetch and async, on one GPU."""
+    """Parts of the time of a round of GRPO: sync, prefetch and async, on one GPU."""
     rows = load("rl_h200.json")
     names = [row["mode"] for row in rows]
     waits, trains = ([row[key] for row in rows] for key in ("wait s", "train s"))
@@ -72,8 +72,8 @@ def draw_rounds() -> Figure:
     places = range(len(rows))
     axes.barh(places, waits, color=GRAY, height=0.68, label="waits for answers")
     axes.barh(places, trains, left=waits, color=BLUE, height=0.68, label="trains")
-    for place, total in zip(places, totals, strict=True):
-        axes.text(total + 0.06, place, f"{total:.2f} s", va="center")
+    for height, total in zip(places, totals, strict=True):
+        axes.text(total + 0.06, height, f"{total:.2f} s", va="center")
     axes.set_yticks(places, names)
     axes.invert_yaxis()
     axes.set_xlim(0, max(totals) * 1.2)
@@ -108,8 +108,8 @@ def draw_rl_calculator() -> Figure:
 
 def read_console(name: str, pattern: str) -> np.ndarray:
     """Return [lines, 2] of step and value from a log of the console."""
-    found = re.findall(pattern, (RESULTS / name).read_text())
-    return np.array([(int(step), float(value)) for step, value in found])
+    matches = re.findall(pattern, (RESULTS / name).read_text())
+    return np.array([(int(step), float(value)) for step, value in matches])
 
 
 def draw_sft_gsm8k() -> Figure:
@@ -137,8 +137,8 @@ def draw_sft_speed() -> Figure:
     rates = []
     for run in runs.values():
         text = (RESULTS / f"sft_qwen3_0.6b_h200_{run}.txt").read_text()
-        found = re.findall(r"([\d.]+)k tok/s/dev", text)
-        rates.append(float(np.median([float(rate) for rate in found])))
+        matches = re.findall(r"([\d.]+)k tok/s/dev", text)
+        rates.append(float(np.median([float(rate) for rate in matches])))
     figure = open_figure(5.6, 2.4)
     axes = figure.subplots()
     draw_bars(axes, list(runs), rates, "{:.0f}k", [BLUE, BLUE, GREEN, GREEN, GRAY])
@@ -214,15 +214,15 @@ def draw_sampler() -> Figure:
 
 def draw_weight_sync() -> Figure:
     """Seconds until a server has new weights of 8B parameters, by transport."""
-    found: dict[str, list[float]] = {}
+    seconds: dict[str, list[float]] = {}
     for run in load("weight_sync_h200.json")["runs"]:
         for row in run["rows"]:
             if row.get("servers") == 1 and row["base"] == "device":
-                found.setdefault(f"{row['transport']}, {row['kind']}", []).append(row["seconds"])
+                seconds.setdefault(f"{row['transport']}, {row['kind']}", []).append(row["seconds"])
     names = ["shared, full", "tcp, full", "tcp, delta"]
     figure = open_figure(5.6, 1.8)
     axes = figure.subplots()
-    medians = [float(np.median(found[name])) for name in names]
+    medians = [float(np.median(seconds[name])) for name in names]
     draw_bars(axes, names, medians, "{:.1f} s")
     axes.set_title("new weights of an 8B model in one server")
     return figure
@@ -262,13 +262,13 @@ def draw_peers() -> Figure:
 
 
 def draw_step_profile() -> Figure:
-    """Where the time of a step on an agent tree goes on the GPU."""
+    """Parts of the time of a step on an agent tree on the GPU."""
     text = (RESULTS / "train_step_profile_h200.txt").read_text().split("\n\n")[0]
-    found = re.findall(r"^ +([\d.]+) ms +\d+ calls  (.+)$", text, flags=re.M)
+    matches = re.findall(r"^ +([\d.]+) ms +\d+ calls  (.+)$", text, flags=re.M)
     figure = open_figure(5.6, 2.9)
     axes = figure.subplots()
-    values = [float(value) for value, _ in found]
-    draw_bars(axes, [name for _, name in found], values, "{:.1f} ms")
+    values = [float(value) for value, _ in matches]
+    draw_bars(axes, [name for _, name in matches], values, "{:.1f} ms")
     axes.set_title("kernels of one step, 8k agent tree")
     return figure
 

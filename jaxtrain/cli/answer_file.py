@@ -36,7 +36,12 @@ class AnswerFile:
         self.part = path.with_name(f"{path.name}.part")
         if shard_rows is None:
             require_writable(path, overwrite)
-        elif path.exists() and any(path.iterdir() if path.is_dir() else [path]) and not overwrite:
+        elif (
+            path.exists()
+            and any(path.iterdir() if path.is_dir() else [path])
+            and not overwrite
+            and not self.part.exists()  # its rows may be written, but not all of them
+        ):
             raise UserError(f"--output {str(path)!r} is there already; add --overwrite")
         digest = hashlib.blake2b(repr(settings).encode(), digest_size=16)
         for row in rows:
@@ -54,13 +59,13 @@ class AnswerFile:
                 f"{self.part} holds answers of another model, other keys or other prompts; finish"
                 " that command, or add --overwrite to discard them"
             )
-        whole = lines[: len(lines) - 1] + [line for line in lines[-1:] if line.endswith(b"\n")]
-        for line in whole[1:]:
+        complete = lines[: len(lines) - 1] + [line for line in lines[-1:] if line.endswith(b"\n")]
+        for line in complete[1:]:
             index, keys = json.loads(line)
             self.answers[index] = keys
         # The last line may have been cut off in the middle.
         with self.part.open("r+b") as file:
-            file.truncate(sum(map(len, whole)))
+            file.truncate(sum(map(len, complete)))
 
     @property
     def pending(self) -> list[int]:
@@ -75,9 +80,9 @@ class AnswerFile:
         try:
             if self._file is None:
                 self.part.parent.mkdir(parents=True, exist_ok=True)
-                begun = len(self.answers) > 1
-                self._file = self.part.open("ab" if begun else "wb")
-                if not begun:
+                appends = len(self.answers) > 1
+                self._file = self.part.open("ab" if appends else "wb")
+                if not appends:
                     self._file.write(self.head.encode())
             self._file.write(json.dumps([index, keys]).encode() + b"\n")
             self._file.flush()
@@ -94,6 +99,10 @@ class AnswerFile:
             name = f"{number:05}-of-{len(starts):05}.jsonl"
             file = self.path / name if self.shard_rows else self.path
             write_output(file, b"".join(lines[start : start + size]))
+        if self.shard_rows:
+            for file in self.path.glob("*-of-*.jsonl"):  # of an output that this one replaces
+                if not file.name.endswith(f"-of-{len(starts):05}.jsonl"):
+                    file.unlink()
         if self._file is not None:
             self._file.close()
         self.part.unlink(missing_ok=True)

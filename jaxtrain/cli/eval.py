@@ -103,8 +103,8 @@ def evaluate_command(
             folder = Path(config.run.output_dir)
             if run is not None and (run / "checkpoints").is_dir():
                 folder = run
-            place = folder / "eval" if output is None else output
-            generate_into(place, config, task, snapshot, policies, log, own=output is None)
+            target = folder / "eval" if output is None else output
+            generate_into(target, config, task, snapshot, policies, log, in_run=output is None)
 
 
 NOTHING = (
@@ -146,11 +146,11 @@ def generate_into(
     policies: Mapping[str, ModelSnapshot],
     log: Callable[[str], None],
     *,
-    own: bool = True,
+    in_run: bool = True,
 ) -> None:
     """Answer the problem sets of section eval with the weights; prints the numbers, appends them to
     metrics.jsonl in `folder` and puts the answers as samples.jsonl there once all are written.
-    policies: of several that are trained each one's. own: whether `folder` belongs to the run
+    policies: of several that are trained each one's. in_run: whether `folder` belongs to the run
     around it."""
     from jaxtrain.distributed.mesh import is_main_process
     from jaxtrain.generation.engines import find_engine, with_secrets
@@ -168,7 +168,7 @@ def generate_into(
         scratch = folder
         if is_main_process():
             try:
-                if own:
+                if in_run:
                     claim_names(folder.parent, [folder.name])
                 elif (folder / "attempts.jsonl").exists():
                     raise UserError(f"--output {folder} is a run's folder; name another one")

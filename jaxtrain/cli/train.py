@@ -47,15 +47,15 @@ def train_together(args: argparse.Namespace, command: list[str]) -> int:
         from jaxtrain.core.loop import train
         from jaxtrain.methods.registry import make_task
 
-        open_answers, here = None, config
+        open_answers, openable = None, config
         if config.eval.sets:
             from jaxtrain.generation.evaluation.answers import AnswerEvaluation as open_answers
         folder = Path(config.run.output_dir) / "base"
         if folder.is_dir() and not config.run.overwrite:
             from jaxtrain.core.base_model import with_saved_base
 
-            here = with_saved_base(config, folder.parent)
-        return train(config, make_task(here), command, open_answers)
+            openable = with_saved_base(config, folder.parent)
+        return train(config, make_task(openable), command, open_answers)
 
     def join(config):
         return config.parallel, Path(config.run.output_dir)

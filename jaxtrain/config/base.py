@@ -172,14 +172,14 @@ def list_places(value: Any, key: str = "") -> Iterator[tuple[str, str]]:
             yield from list_places(item, f"{key}.{name}")
 
 
-def make_absolute(key: str, place: str) -> str:
+def make_absolute(key: str, value: str) -> str:
     """Return a Place, the value of a key, as an absolute path if it is a path that is there; of
     "file.py:name" the file. Names, Hub ids and what is missing stay as they are."""
-    path, colon, name = (place, "", "") if os.path.exists(place) else place.partition(":")
+    path, colon, name = (value, "", "") if os.path.exists(value) else value.partition(":")
     # A word may be the name of something, beside which a folder of that name means nothing.
     named = "/" not in path and "." not in path and not key.endswith(("path", "tokenizer", "_dir"))
     if named or path in (".", "builtin") or not os.path.exists(path):
-        return place
+        return value
     return os.path.abspath(path) + colon + name
 
 

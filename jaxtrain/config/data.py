@@ -122,7 +122,7 @@ class DatasetConfig(Section):
 
     @property
     def reading(self) -> dict[str, Any]:
-        """How columns and messages of a row are read: arguments of data.chat.rows.Row."""
+        """Arguments of data.chat.rows.Row: rules for reading columns and messages."""
         keys = ("fields", "roles", "column_formats", "drop_system_message", "split_thinking")
         return {key: getattr(self, key) for key in keys}
 

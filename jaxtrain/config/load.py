@@ -1,6 +1,7 @@
 """Load a Config from a file and the command line, with errors that a person can act on."""
 
 import difflib
+import re
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
@@ -19,6 +20,9 @@ from jaxtrain.errors import UserError
 from jaxtrain.text_safety import escape_control_chars, shorten, show
 
 S = TypeVar("S", bound=BaseModel)
+
+MEMBER = re.compile(r"(function-\w+|list|dict|set|tuple|nullable|union)\[.*\]")
+"""Name that pydantic gives a type of a key with several."""
 
 KNOWN_ELSEWHERE = {
     "lr": "optim.learning_rate",
@@ -171,6 +175,11 @@ def validate(section: type[S], table: dict[str, Any], origin: str, prefix: str =
         return section.model_validate(table)
     except ValidationError as error:
         details = error.errors(include_url=False)
+        # Of a key with several types, the message of the type that was meant.
+        meant = {read_location(d) for d in details if d["type"] == "value_error"}
+        details = [
+            d for d in details if d["type"] == "value_error" or read_location(d) not in meant
+        ]
         lines = [
             prefix + line for detail in details[:99] for line in describe_error(detail, section)
         ]
@@ -182,9 +191,14 @@ def validate(section: type[S], table: dict[str, Any], origin: str, prefix: str =
         raise UserError(f"{origin}:\n{listed}") from None
 
 
+def read_location(detail: Any) -> tuple[Any, ...]:
+    """Return the keys and positions of a pydantic error, without names of a union's members."""
+    return tuple(part for part in detail["loc"] if not MEMBER.fullmatch(str(part)))
+
+
 def describe_error(detail: Any, root: type[BaseModel] = Config) -> list[str]:
     """Lines for one pydantic error: key, what was found, what is allowed."""
-    location = list(detail["loc"])
+    location = list(read_location(detail))
     key = ".".join(shorten(str(part), 100) for part in location if not is_tag(location, part))
     kind = detail["type"]
     if kind == "extra_forbidden":

@@ -42,9 +42,9 @@ def change_table(
             _remove(table, parts)
             continue
         if len(parts) == 1:
-            whole = isinstance(value, list | dict) and parts[0] in sections
+            is_section = isinstance(value, list | dict) and parts[0] in sections
             table[parts[0]] = (
-                value if whole else lay_preset(table.get(parts[0]), parts[0], text, sections)
+                value if is_section else lay_preset(table.get(parts[0]), parts[0], text, sections)
             )
             continue
         node: Any = table

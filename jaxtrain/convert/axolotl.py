@@ -197,10 +197,10 @@ def _read_dataset(conversion: Conversion, source: Mapping[str, Any]) -> dict[str
     """Convert one entry; keys without a counterpart are noted with the others."""
     path, files = source.get("path"), source.get("data_files")
     if files and path in ("json", "csv", "parquet", "arrow", "text", None):
-        path, *others = listed(files)
-        for other in others:
+        path, *further_paths = listed(files)
+        for further_path in further_paths:
             why = "a dataset here is one file or one folder"
-            conversion.missed.append(("datasets.data_files", other, why))
+            conversion.missed.append(("datasets.data_files", further_path, why))
     dataset = Conversion(source, {"path": path})
     kind = source.get("type")
     named = {**source, **(kind if isinstance(kind, Mapping) else {})}
@@ -208,7 +208,7 @@ def _read_dataset(conversion: Conversion, source: Mapping[str, Any]) -> dict[str
     for name, target in FIELDS.items():
         column = named.get(name)
         if isinstance(column, Mapping):
-            fields |= {f"{target}.{key}": found for key, found in column.items()}
+            fields |= {f"{target}.{key}": source_key for key, source_key in column.items()}
         elif column not in (None, "", target, target.rpartition(".")[2]):
             fields[target] = column
     rest = {key: value for key, value in source.items() if key not in FIELDS}

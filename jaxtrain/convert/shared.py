@@ -58,8 +58,8 @@ def _report_to(conversion: Conversion, value: Any) -> None:
         conversion.set("log.tensorboard", True)
     if "wandb" in trackers or "all" in trackers:
         conversion.set("log.wandb_project", conversion.source.get("wandb_project") or "huggingface")
-    if others := [name for name in trackers if name not in ("tensorboard", "wandb", "all", "none")]:
-        conversion.miss(f"log.sinks can name a class of your own for {', '.join(map(str, others))}")
+    if unread := [name for name in trackers if name not in ("tensorboard", "wandb", "all", "none")]:
+        conversion.miss(f"log.sinks can name a class of your own for {', '.join(map(str, unread))}")
 
 
 def _resume(conversion: Conversion, value: Any) -> None:
@@ -168,9 +168,9 @@ def lora_layers(conversion: Conversion, value: Any) -> None:
 
 def _train_layers(conversion: Conversion, pattern: str) -> None:
     """Train the adapters that the pattern finds, and the tables that train whole."""
-    whole = ["embed_tokens", "lm_head"]
+    tables = ["embed_tokens", "lm_head"]
     saved = str(conversion.source.get("lora_modules_to_save") or "")
-    patterns = [pattern, *(name for name in whole if name in saved)]
+    patterns = [pattern, *(name for name in tables if name in saved)]
     conversion.set("optim.unfrozen_parameters", patterns)
     conversion.log("adapters of the other layers stay at zero")
 
@@ -235,8 +235,8 @@ def push(conversion: Conversion, value: Any) -> None:
         repo = str(source.get("output_dir") or "model").rstrip("/").rpartition("/")[2]
         conversion.log(f"the repository is called {repo!r}, by output_dir")
     strategy = source.get("hub_strategy") or "every_save"
-    known = ("end", "every_save", "checkpoint", "all_checkpoints")
-    options = {"repo": repo, "strategy": strategy if strategy in known else "end"}
+    strategies = ("end", "every_save", "checkpoint", "all_checkpoints")
+    options = {"repo": repo, "strategy": strategy if strategy in strategies else "end"}
     if source.get("hub_private_repo") is False:
         options["private"] = False
     if source.get("hub_revision"):

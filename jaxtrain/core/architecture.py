@@ -119,7 +119,7 @@ def find_folder(name: str, weights: bool, key: str = "model.path") -> Path:
             if CACHE in Path(name).parts
             else "give a folder with config.json and safetensors, or a Hub id: Qwen/Qwen3-0.6B"
         )
-        raise UserError(f"{key} {name!r} is not a {kind} here{show_place(name)}; {advice}")
+        raise UserError(f"{key} {name!r} is not a {kind} here{show_absolute(name)}; {advice}")
     # Pickles only where there is nothing else: of these, torch_files reads no code.
     patterns = ["*.json", "*.jinja", "*.txt", *(["*.safetensors"] if weights else [])]
     try:
@@ -130,12 +130,12 @@ def find_folder(name: str, weights: bool, key: str = "model.path") -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"{key} {name!r} is not a folder here{show_place(name)} and could not be read from the"
-            f" Hugging Face Hub: {reason}"
+            f"{key} {name!r} is not a folder here{show_absolute(name)} and could not be read from"
+            f" the Hugging Face Hub: {reason}"
         ) from None
 
 
-def show_place(name: str) -> str:
+def show_absolute(name: str) -> str:
     """Return where a relative path was looked for, in brackets; "" for an absolute one."""
     return "" if os.path.isabs(name) else f" (no {os.path.abspath(name)})"
 

@@ -45,7 +45,7 @@ def keep_base(
         return
     try:
         record = BaseRecord(config.absolute()["model"]["path"], fingerprint(base))
-        if (known := read_base(run)) is not None and known.fingerprint == record.fingerprint:
+        if (earlier := read_base(run)) is not None and earlier.fingerprint == record.fingerprint:
             return
         with replace_folder(run / FOLDER) as unfinished:
             copy_beside(base, unfinished)
@@ -89,9 +89,9 @@ def with_saved_base(config: Config, run: Path) -> Config:
     template that are not there any more."""
     model, saved = config.model, run / FOLDER
     update: dict[str, Any] = {}
-    if model.path and (saved / ABOUT).is_file() and not is_here(model.path):
+    if model.path and (saved / ABOUT).is_file() and not can_open(model.path):
         update["path"] = str(saved)
-    if model.tokenizer and (saved / TOKENIZER).is_dir() and not is_here(model.tokenizer):
+    if model.tokenizer and (saved / TOKENIZER).is_dir() and not can_open(model.tokenizer):
         update["tokenizer"] = str(saved / TOKENIZER)
     template = model.chat_template
     if template and (saved / TEMPLATE).is_file() and os.path.isabs(template):
@@ -100,7 +100,7 @@ def with_saved_base(config: Config, run: Path) -> Config:
     return config.model_copy(update={"model": model.model_copy(update=update)})
 
 
-def is_here(name: str) -> bool:
+def can_open(name: str) -> bool:
     """Return whether a model's folder, file or Hub id can be opened."""
     try:
         find_folder(name, weights=False)

@@ -144,8 +144,8 @@ def _named(
     decay = optim.weight_decay
     if optim.name not in OPTIMIZERS:
         facts = {"weight_decay": decay, "mask": mask}
-        made = make_outside("optimizers", "name", "options", optim, facts, schedule)
-        return name_errors(made, f"optim.name {optim.name!r}")
+        optimizer = make_outside("optimizers", "name", "options", optim, facts, schedule)
+        return name_errors(optimizer, f"optim.name {optim.name!r}")
     match optim.name:
         case "adamw":
             return optax.adamw(
@@ -231,15 +231,15 @@ def make_outside(
     )
 
 
-def name_errors(made: Any, key: str) -> optax.GradientTransformation:
+def name_errors(stage: Any, key: str) -> optax.GradientTransformation:
     """Return a plugin's transformation whose errors are UserErrors that name its key. Raises
     UserError for what is no transformation."""
 
     def named(method: str) -> Callable[..., Any]:
-        call = getattr(made, method, None)
+        call = getattr(stage, method, None)
         if not callable(call):
             raise UserError(
-                f"{key} makes a {type(made).__name__} without {method!r}; an optimizer is an optax"
+                f"{key} makes a {type(stage).__name__} without {method!r}; an optimizer is an optax"
                 " GradientTransformation"
             )
 

@@ -45,7 +45,7 @@ class Unread(RowNote):
 
 
 def weigh_ends(
-    tokens: np.ndarray, weights: np.ndarray, ends: Iterable[int], which: str, last: bool = True
+    tokens: np.ndarray, weights: np.ndarray, ends: Iterable[int], mode: str, last: bool = True
 ) -> None:
     """Change the weights float32 [n] of tokens that end turns, as data.datasets[].train_on_eot
     says.
@@ -53,8 +53,8 @@ def weigh_ends(
     ends: ids of these tokens. last: these tokens hold the last turn of the conversation.
     """
     places = np.flatnonzero(np.isin(tokens, [*ends]))
-    weights[places] = float(which == "all")
-    if which == "last" and last:
+    weights[places] = float(mode == "all")
+    if mode == "last" and last:
         weights[places[-1:]] = 1.0
 
 

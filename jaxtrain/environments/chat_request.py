@@ -148,7 +148,7 @@ def limit(body: Mapping[str, Any], sampling: Sampling) -> Sampling:
 def read_structured(body: Mapping[str, Any]) -> StructuredOutputs | None:
     """Return what a request says that its answer must match; None: nothing. RequestRefused for what
     has no counterpart."""
-    given: dict[str, Any] = {}
+    requested: dict[str, Any] = {}
     form = body.get("response_format") or {}
     if not isinstance(form, dict):
         refuse(f"response_format must be an object, found {form!r:.40}")
@@ -156,23 +156,23 @@ def read_structured(body: Mapping[str, Any]) -> StructuredOutputs | None:
         case "text":
             pass
         case "json_object":
-            given["response_format"] = {"json": {"type": "object"}}
+            requested["response_format"] = {"json": {"type": "object"}}
         case "json_schema":
             schema = form.get("json_schema")
-            given["response_format"] = {
+            requested["response_format"] = {
                 "json": schema.get("schema") if isinstance(schema, dict) else None
             }
         case kind:
             refuse(f"response_format of type {kind!r:.40} is not served")
     if outputs := body.get("structured_outputs"):
-        given["structured_outputs"] = outputs
+        requested["structured_outputs"] = outputs
     for key in (key for key in body if key.startswith("guided_") and body[key]):
-        given[key] = {key.removeprefix("guided_"): body[key]}
-    if not given:
+        requested[key] = {key.removeprefix("guided_"): body[key]}
+    if not requested:
         return None
-    if len(given) > 1:
-        refuse(f"{' and '.join(given)} both say what to match; keep one")
-    ((key, outputs),) = given.items()
+    if len(requested) > 1:
+        refuse(f"{' and '.join(requested)} both say what to match; keep one")
+    ((key, outputs),) = requested.items()
     if not isinstance(outputs, dict):
         refuse(f"{key} must be an object, found {outputs!r:.40}")
     table = {name: value for name, value in outputs.items() if value is not None}
@@ -280,8 +280,8 @@ def read_input(items: Any) -> list[dict[str, Any]]:
             case "function_call":
                 function = {key: item.get(key) for key in ("name", "arguments")}
                 wrapped = {"id": item.get("call_id"), "function": function}
-                said = {"role": "assistant", "tool_calls": [wrapped]}
-                (call,) = read_message(said, names)["tool_calls"]
+                turn = {"role": "assistant", "tool_calls": [wrapped]}
+                (call,) = read_message(turn, names)["tool_calls"]
                 last: dict[str, Any] = messages[-1] if messages else {"role": ""}
                 if last["role"] != "assistant":
                     last = {"role": "assistant", "content": ""}

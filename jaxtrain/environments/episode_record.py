@@ -49,7 +49,7 @@ class ChatAnswer(NamedTuple):
 
 
 class EndpointFormat(NamedTuple):
-    """How an endpoint writes prompts and reads turns."""
+    """Format in which an endpoint writes prompts and reads turns."""
 
     template: TurnTemplate
     family: str

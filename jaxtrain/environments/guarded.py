@@ -157,9 +157,9 @@ def find_problem(episode: Any) -> str:
 def leave_out_unscored(episode: Episode) -> None:
     """Turn drawn tokens whose log-prob is NaN into context, which is not trained."""
     for sequence in episode.sequences:
-        for place, value in enumerate(sequence.logprobs):
+        for position, value in enumerate(sequence.logprobs):
             if value != value:
-                sequence.logprobs[place], sequence.sampled[place] = 0.0, False
+                sequence.logprobs[position], sequence.sampled[position] = 0.0, False
 
 
 def env_rewards(episode: Episode) -> list[dict[str, Any]]:

@@ -208,10 +208,10 @@ def parse_body(raw: bytes, charset: str | None) -> dict[str, Any]:
     """Parse the body of a request; RequestRefused unless it is a JSON object. Half a surrogate
     pair, which JSON may hold and no tokenizer takes, becomes a question mark."""
     try:
-        known = codecs.lookup(charset or "utf-8").name in ("utf-8", "ascii")
+        is_utf8 = codecs.lookup(charset or "utf-8").name in ("utf-8", "ascii")
     except (LookupError, ValueError):
-        known = False
-    if not known:
+        is_utf8 = False
+    if not is_utf8:
         raise RequestRefused(415, f"Content-Type: charset {show(charset, 40)}; send UTF-8")
     try:
         body = json.loads(raw.decode("utf-8-sig"))

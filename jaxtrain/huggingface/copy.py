@@ -23,7 +23,7 @@ from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, SHARD, writ
 
 @dataclasses.dataclass(frozen=True)
 class TensorChanges:
-    """How the tensors of a copy differ."""
+    """Differences of a copy's tensors from the folder's."""
 
     change: Callable[[str, np.ndarray, int | None], np.ndarray] = lambda name, array, index: array
     """(name, array, None) -> the array to write; a tensor of three dims is passed one matrix at a

@@ -73,7 +73,7 @@ def open_trained(
     origin = str(saved) if is_run else name
     config = alone(validate_config(apply_overrides(table, overrides), origin))
     # What is exported still names the base where it was.
-    here = with_saved_base(config, path) if is_run else config
+    openable = with_saved_base(config, path) if is_run else config
     policies = list_trained(config) if is_run else ()
     chosen = policies if all_policies else tuple(name for name in policies if name == policy)
     if policies and not chosen:
@@ -81,7 +81,7 @@ def open_trained(
             f"{path} has trained several policies ({', '.join(policies)}); name the adapter of one,"
             f" {path / 'model' / policies[0]}, which jaxtrain export {path} writes"
         )
-    task = make_task(here)
+    task = make_task(openable)
     roles = Roles(task.roles)
     if not all_roles:
         roles = Roles({roles.trained: task.roles[roles.trained]})

@@ -175,7 +175,7 @@ def delete_aside(folder: Path) -> None:
 
 
 class StartUndo:
-    """What brings a run's folder back to where it was before a start that is refused."""
+    """Record from which a refused start restores a run's folder."""
 
     REPLACED = (
         *("heartbeat.json", "servers.json", "evaluating.json"),
@@ -207,7 +207,7 @@ class StartUndo:
         }
 
     def run(self) -> None:
-        """Bring it back."""
+        """Restore the folder."""
         if self.overwrite:
             put_back(self.folder)
             return
@@ -227,7 +227,7 @@ class StartUndo:
         remove(self.kept)
 
     def forget(self) -> None:
-        """Let the start stand: delete what was kept for the case that it is refused."""
+        """Accept the start: delete the record."""
         delete_aside(self.folder)
         remove(self.kept)
 

@@ -221,3 +221,14 @@ def test_presets_parse():
     assert actual
     for path in actual:
         assert tomllib.loads(path.read_text())
+
+
+def test_a_key_with_several_types_is_named_once_without_the_names_of_types(tmp_path):
+    word = 'data.datasets.0.column_formats={prompt = "{a.b}"}'
+    with pytest.raises(UserError) as error:
+        load_config(write(tmp_path, GOOD), [word])
+    (line,) = [line for line in str(error.value).splitlines() if "column_formats" in line]
+    assert line.strip() == (
+        "data.datasets.0.column_formats.prompt: '{a.b}': braces hold the name of a column and"
+        " nothing else"
+    )

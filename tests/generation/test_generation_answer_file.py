@@ -12,6 +12,7 @@ from jaxtrain.cli.answer_file import AnswerFile
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
 from jaxtrain.models import families
+from jaxtrain.runs.run_files import write_output
 
 ROWS = [{"prompt": f"{i}?", "id": i} for i in range(5)]
 
@@ -64,6 +65,40 @@ def test_shards(tmp_path):
     assert [row["n"] for shard in shards for row in lines(shard)] == list(range(5))
     with pytest.raises(UserError, match="--overwrite"):
         AnswerFile(tmp_path / "out", ROWS, "", shard_rows=2)
+
+
+def test_shards_of_an_output_that_is_replaced_go(tmp_path):
+    for size, names in ((2, 3), (3, 2)):
+        file = AnswerFile(tmp_path / "out", ROWS, "", shard_rows=size, overwrite=True)
+        for index in file.pending:
+            file.add(index, {"n": index})
+        file.finish()
+        shards = sorted((tmp_path / "out").iterdir())
+        assert len(shards) == names
+        assert [row["n"] for shard in shards for row in lines(shard)] == list(range(5))
+
+
+def test_an_output_that_was_cut_between_two_shards_is_finished(tmp_path, monkeypatch):
+    path, arguments = tmp_path / "out", {"rows": ROWS, "settings": "", "shard_rows": 2}
+    file = AnswerFile(path, **arguments)
+    for index in file.pending:
+        file.add(index, {"n": index})
+    written = []
+
+    def write(target, content):
+        if written:
+            raise KeyboardInterrupt
+        written.append(target)
+        write_output(target, content)
+
+    with monkeypatch.context() as patch:
+        patch.setattr("jaxtrain.cli.answer_file.write_output", write)
+        with pytest.raises(KeyboardInterrupt):
+            file.finish()
+    again = AnswerFile(path, **arguments)
+    assert not again.pending
+    again.finish()
+    assert [row["n"] for shard in sorted(path.iterdir()) for row in lines(shard)] == list(range(5))
 
 
 KILLED = """

@@ -147,12 +147,12 @@ class Encoder:
         """Return the control token that a text begins with; "" if it begins with none."""
         return next((control for control in self._order if text.startswith(control)), "")
 
-    def count_common(self, text: str, other: str, mark: str = "") -> int:
+    def count_common(self, text: str, compared: str, mark: str = "") -> int:
         """Count the characters of the longest common beginning that ends between two tokens of
         `text`."""
         start = 0
         for piece, second in itertools.zip_longest(
-            self.pieces(text), self.pieces(other), fillvalue=""
+            self.pieces(text), self.pieces(compared), fillvalue=""
         ):
             if piece == second:
                 start += len(piece)
@@ -313,12 +313,12 @@ class EncodedText:
             return marked.removesuffix(f"{self.mark}0000{self.mark}")
 
         shown = protect(content.strip())
-        place = self.text.rfind(shown, *turn)
+        begin = self.text.rfind(shown, *turn)
         lead = len(content) - len(content.lstrip())
         for start, end in spans:
             before, until = (protect(content[lead : max(cut, lead)]) for cut in (start, end))
-            author[border(place + len(before), -1) : border(place + len(until), 1)] = MASKED
-        return place >= 0
+            author[border(begin + len(before), -1) : border(begin + len(until), 1)] = MASKED
+        return begin >= 0
 
 
 def _retokenized(encoder: Encoder, head: list[int]) -> RetokenizationError:

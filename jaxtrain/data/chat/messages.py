@@ -144,8 +144,9 @@ class MessageReader:
         lenient: bool = False,
         spans: bool = False,
     ):
-        """As read_messages. lenient: for requests to a model, which may hold what the model wrote:
-        arguments that are no JSON object stay text, and a message may be empty."""
+        """Take the arguments of read_messages. lenient: for requests to a model, which may hold
+        what the model wrote: arguments that are no JSON object stay text, and a message may be
+        empty."""
         self.fields, self.roles = fields or {}, roles or {}
         self.unread = set() if unread is None else unread
         self.speaker, self.lenient, self.spans = speaker, lenient, spans
@@ -254,12 +255,12 @@ class MessageReader:
         if not isinstance(call.get("id", ""), str | int | None):
             raise MalformedRow("the id of a tool call is not a text")
         arguments = pick(function, ARGUMENTS, set(), lambda _, value: self._arguments(name, value))
-        own = ("id", "type", "function") if function is not call else ("id", "type", "name")
+        call_keys = ("id", "type", "function") if function is not call else ("id", "type", "name")
         if function is not call:
             self._note_keys(function, ("name", *ARGUMENTS), "tool call key")
-            self._note_keys(call, own, "tool call key")
+            self._note_keys(call, call_keys, "tool call key")
         else:
-            self._note_keys(call, (*own, *ARGUMENTS), "tool call key")
+            self._note_keys(call, (*call_keys, *ARGUMENTS), "tool call key")
         call_id = {"id": call["id"]} if call.get("id") is not None else {}
         function = {"name": name, "arguments": {} if arguments is None else arguments}
         return {**call_id, "type": "function", "function": function}

@@ -171,8 +171,8 @@ class Row:
         index = filled.index(True) if True in filled else -1
         for name in names[index]:
             if not isinstance(self.columns.get(name, ""), str | int | float | None):
-                found = name_type(self.columns[name])
-                raise MalformedRow(f"column {name} holds {found}, not a text to be formatted")
+                kind = name_type(self.columns[name])
+                raise MalformedRow(f"column {name} holds {kind}, not a text to be formatted")
         texts = {name: self.columns.get(name) for name in names[index]}
         return formats[index].format(**{k: "" if v is None else v for k, v in texts.items()})
 
@@ -230,19 +230,19 @@ class Row:
     def with_context(self, messages: list[Message]) -> list[Message]:
         """Return messages behind the system message and the history of the row's columns."""
         system, history = self.system(), self.history()
-        own = messages[:1] if messages and messages[0]["role"] in SYSTEM_ROLES else []
+        opening = messages[:1] if messages and messages[0]["role"] in SYSTEM_ROLES else []
         if history and history[0]["role"] in SYSTEM_ROLES:
-            if own and own[0]["content"].strip() != history[0]["content"].strip():
+            if opening and opening[0]["content"].strip() != history[0]["content"].strip():
                 raise MalformedRow("the system messages of history and messages differ")
-            own, messages, history = history[:1], messages[len(own) :], history[1:]
+            opening, messages, history = history[:1], messages[len(opening) :], history[1:]
         else:
-            messages = messages[len(own) :]
-        if system is not None and own:
-            if own[0]["content"].strip() != system.strip():
+            messages = messages[len(opening) :]
+        if system is not None and opening:
+            if opening[0]["content"].strip() != system.strip():
                 raise MalformedRow("column system and the system message differ")
         elif system is not None:
-            own = [{"role": "system", "content": system}]
-        return [*own, *history, *messages]
+            opening = [{"role": "system", "content": system}]
+        return [*opening, *history, *messages]
 
     @property
     def has_context(self) -> bool:
@@ -261,9 +261,9 @@ class Row:
         """
         self.refuse_media()
         refuse([name for name in PARTIAL_MASKS if name in self.unused()], "column")
-        whole = self.with_context(messages)
-        start = 0 if first is None else first + len(whole) - len(messages)
-        return Conversation(whole, self.tools(), self.chat_template_kwargs(), start)
+        complete = self.with_context(messages)
+        start = 0 if first is None else first + len(complete) - len(messages)
+        return Conversation(complete, self.tools(), self.chat_template_kwargs(), start)
 
     def prompt(self, column: str = "prompt") -> str | list[Message] | None:
         """Return what is to be answered, a text or messages; None without such a column.
@@ -283,16 +283,16 @@ class Row:
             value = self.read_messages(value)
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         self.refuse_media()
-        whole = self.with_context(list(messages or ()))
-        if isinstance(value, str) and len(whole) == 1:
-            self._compare(name, whole)
+        complete = self.with_context(list(messages or ()))
+        if isinstance(value, str) and len(complete) == 1:
+            self._compare(name, complete)
             return value
-        while whole and whole[-1]["role"] == "assistant":
-            whole = whole[:-1]
-        if not whole:
+        while complete and complete[-1]["role"] == "assistant":
+            complete = complete[:-1]
+        if not complete:
             raise MalformedRow("the messages are all the assistant's; nothing to answer")
-        self._compare(name, whole)
-        return without_flags(whole)
+        self._compare(name, complete)
+        return without_flags(complete)
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -344,7 +344,7 @@ class Row:
             return
         if any(self.renamed.get(name) == self.renamed.get(m, m) for m in MESSAGES):
             return
-        other = self.messages() or []
+        conversation = self.messages() or []
 
         def texts(messages: Sequence[Message]) -> list[tuple[str, str]]:
             return [
@@ -353,7 +353,7 @@ class Row:
                 if message["role"] not in SYSTEM_ROLES
             ]
 
-        if texts(other)[: len(texts(prompt))] != texts(prompt):
+        if texts(conversation)[: len(texts(prompt))] != texts(prompt):
             column = next(column for column in MESSAGES if column in self)
             raise MalformedRow(f"columns {name} and {column} ask different things")
 

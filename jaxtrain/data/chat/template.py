@@ -186,9 +186,9 @@ def turn_ends(tokenizer: Any) -> TurnEnds:
             for span in spans:
                 tokens = renderer.encoder(text[span.start : span.end])
                 ends[span.follows].add(tokens[-1])
-    found = TurnEnds(*map(frozenset, ends))
-    _TURN_ENDS[tokenizer] = (state, found)
-    return found
+    result = TurnEnds(*map(frozenset, ends))
+    _TURN_ENDS[tokenizer] = (state, result)
+    return result
 
 
 def end_of_turn_ids(tokenizer: Any, raw: bool = False) -> frozenset[int]:
@@ -298,9 +298,9 @@ class Renderer:
         def write(messages: Sequence[Message], tools: Any) -> list[str]:
             return [text for text, _ in self.locate(messages, tools, trained, kwargs)]
 
-        whole = trained or [i for i, m in enumerate(messages) if m["role"] == "assistant"][-1:]
+        checked = trained or [i for i, m in enumerate(messages) if m["role"] == "assistant"][-1:]
         texts = [text for text, _ in located]
-        check_omissions(self.tokenizer, messages, tools, whole, kwargs, texts, write)
+        check_omissions(self.tokenizer, messages, tools, checked, kwargs, texts, write)
         encoded_pieces: dict[str, list[int]] = {}
         return [
             self._mark(text, turns, messages, mark, encoded_pieces, spans or {})
@@ -311,8 +311,8 @@ class Renderer:
         self, messages: Sequence[Message], tools: Any, trained: Sequence[int], kwargs: Kwargs
     ) -> Located:
         """Return the texts of `render` with the positions of their turns."""
-        if len(trained) > FEW and (found := self.find_turns(messages, tools, trained, kwargs)):
-            return [found]
+        if len(trained) > FEW and (by_message := self.find_turns(messages, tools, trained, kwargs)):
+            return [by_message]
         size = sum(len(message.get("content") or "") for message in messages)
         if size * len(trained) > MAX_RENDERED:
             raise TemplateFailed(f"turns times characters are more than {MAX_RENDERED:,}")
@@ -409,9 +409,9 @@ class _Conversation:
     kwargs: Kwargs
     final_eos: str
 
-    def render(self, count: int, generation: bool = False, *more: Message) -> str:
+    def render(self, count: int, generation: bool = False, *further: Message) -> str:
         """Render the first `count` messages and then `more`."""
-        messages = [*self.messages[:count], *more]
+        messages = [*self.messages[:count], *further]
         text = render_text(self.tokenizer, messages, self.tools, generation, self.kwargs)
         return text if generation else text.removesuffix(self.final_eos)
 
@@ -450,8 +450,8 @@ class _Conversation:
         """Find where a turn starts in a rendering that shows what precedes it otherwise than its
         prompt: behind the end of the prompt, from the last control token on."""
         content = self.messages[index].get("content") or ""
-        other = "%" if content.lstrip().startswith("#") else "#"
-        changed = self.render(index, False, {"role": "assistant", "content": other * 3})
+        variant = "%" if content.lstrip().startswith("#") else "#"
+        changed = self.render(index, False, {"role": "assistant", "content": variant * 3})
         common = len(os.path.commonprefix([done, changed]))
         pieces = self.encoder.pieces(prompt)
         last = max((i for i, p in enumerate(pieces) if p in self.encoder.contents), default=None)
@@ -461,9 +461,9 @@ class _Conversation:
             return start + len(opening)
         # As behind another question, which the turn rewrites nothing of (thoughts of gpt-oss).
         alone = dataclasses.replace(self, messages=[PROBE, self.messages[index]])
-        asked, answered = alone.render(1, True), alone.render(2)
-        turn = answered[len(asked) :]
-        if not answered.startswith(asked) or not turn or not done.endswith(turn):
+        question, answered = alone.render(1, True), alone.render(2)
+        turn = answered[len(question) :]
+        if not answered.startswith(question) or not turn or not done.endswith(turn):
             raise TemplateFailed("chat template: a turn rewrites what precedes it")
         return len(done) - len(turn)
 

@@ -190,9 +190,9 @@ class RowTokenizer:
             if mode == "all":
                 trained = ~(trained | (part.author == template.MASKED))
             weights = trained.astype(np.float32)
-            if (which := self.dataset.train_on_eot) != "turn":
+            if (mode_of_ends := self.dataset.train_on_eot) != "turn":
                 ends = frozenset().union(*template.turn_ends(self.tokenizer))
-                weigh_ends(part.tokens, weights, ends, which, index == 0)
+                weigh_ends(part.tokens, weights, ends, mode_of_ends, index == 0)
             if weights.any():
                 weighted.append((part.tokens, weights))
         return self._finish(weighted, origin, parts[0].controls)

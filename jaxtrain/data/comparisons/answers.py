@@ -172,9 +172,9 @@ class Answers:
         if mode == "all":
             weights = (np.arange(len(author)) >= begin) & ~np.isin(author, [*shut, template.MASKED])
         tokens, weights = tokens[:end], weights[:end].astype(np.float32)
-        if (which := self.dataset.train_on_eot) != "turn":
+        if (mode_of_ends := self.dataset.train_on_eot) != "turn":
             ends = frozenset().union(*template.turn_ends(self.tokenizer))
-            weigh_ends(tokens[begin:], weights[begin:], ends, which)
+            weigh_ends(tokens[begin:], weights[begin:], ends, mode_of_ends)
         return AnswerBranch(tokens, weights, begin)
 
     def _cut(self, branch: AnswerBranch, shared: int) -> RankedAnswer | str:

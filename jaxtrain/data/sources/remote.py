@@ -36,20 +36,20 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
 
     scheme = url.partition("://")[0]
     try:
-        system, place = fsspec.url_to_fs(url)
-        if glob.has_magic(place):
-            names, whole = sorted(system.glob(place)), False
-        elif whole := system.isdir(place):
-            names = [name for name in sorted(system.find(place)) if name.endswith(tuple(suffixes))]
+        system, path = fsspec.url_to_fs(url)
+        if glob.has_magic(path):
+            names, is_folder = sorted(system.glob(path)), False
+        elif is_folder := system.isdir(path):
+            names = [name for name in sorted(system.find(path)) if name.endswith(tuple(suffixes))]
         else:
-            names = [place] if system.exists(place) else []
+            names = [path] if system.exists(path) else []
         if not names:
             raise UserError(f"no file at {show(url)} (key data.datasets[].path)")
         state = [(name, str(system.ukey(name))) for name in names]
         digest = hashlib.blake2b(repr((url, state)).encode(), digest_size=12).hexdigest()
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         folder = home / "jaxtrain" / "downloads" / digest
-        root = place.rstrip("/") if whole else os.path.commonpath(map(os.path.dirname, names))
+        root = path.rstrip("/") if is_folder else os.path.commonpath(map(os.path.dirname, names))
         files = [folder / os.path.relpath(name, root or ".") for name in names]
         for name, file in zip(names, files, strict=True):
             if not file.exists():
@@ -57,7 +57,7 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
                 part = file.with_name(f"{file.name}.{os.getpid()}.part")
                 system.get_file(name, str(part))
                 part.replace(file)
-        return folder if whole else files
+        return folder if is_folder else files
     except UserError:
         raise
     except ImportError as error:
@@ -139,8 +139,8 @@ class TarRows:
                     folder, _, name = member.name.rpartition("/")
                     key, _, suffix = name.partition(".")
                     if member.isfile() and key and suffix:
-                        place = (member.offset_data, member.size)
-                        samples.setdefault(f"{folder}/{key}", {})[suffix] = place
+                        extent = (member.offset_data, member.size)
+                        samples.setdefault(f"{folder}/{key}", {})[suffix] = extent
         except tarfile.TarError as error:
             raise UserError(f"{path} is not a readable tar file: {error}") from error
         if not samples:

@@ -46,7 +46,7 @@ class Window(NamedTuple):
 
 
 class Plot(Widget):
-    """One chart with its title above and its newest value below."""
+    """Chart with its title above and its newest value below."""
 
     _key: Hashable = None
     _options: Mapping[str, Any] = {}
@@ -195,10 +195,10 @@ def draw_dots(
 ) -> np.ndarray:
     """Return the dots that a sorted curve covers: bool [rows, columns], the first row on top."""
     share = (curve.x - x_min) / (x_max - x_min) if x_max > x_min else np.ones(len(curve.x))
-    place = np.clip(share, 0, 1) * (columns - 1)
+    position = np.clip(share, 0, 1) * (columns - 1)
     height = np.clip((curve.y - low) / (high - low), 0, 1) * (rows - 1)
-    column = np.rint(place).astype(np.int64)
-    edges = np.interp(np.arange(columns + 1) - 0.5, place, height)
+    column = np.rint(position).astype(np.int64)
+    edges = np.interp(np.arange(columns + 1) - 0.5, position, height)
     bottom, top = np.minimum(edges[:-1], edges[1:]), np.maximum(edges[:-1], edges[1:])
     np.minimum.at(bottom, column, height)
     np.maximum.at(top, column, height)
@@ -243,10 +243,10 @@ def put_marks(
     """Put signs under their places, or close beside a label there; a later one covers an earlier
     one."""
     line, span = list(labels.plain), window.high - window.low
-    free = {place for place in range(margin, len(line)) if line[place] == " "}
+    free = {column for column in range(margin, len(line)) if line[column] == " "}
     for x, sign in marks:
-        place = margin + round((x - window.low) / span * (len(line) - margin - 1)) if span else -1
-        near = sorted(free & set(range(place - 2, place + 3)), key=lambda p: (abs(p - place), p))
+        column = margin + round((x - window.low) / span * (len(line) - margin - 1)) if span else -1
+        near = sorted(free & set(range(column - 2, column + 3)), key=lambda p: (abs(p - column), p))
         if near:
             line[near[0]] = sign
     return Text("".join(line), style="bright_black")

@@ -13,7 +13,7 @@ SIGNS = {"evaluation": "╵", "checkpoint": "▴", "restart": "↻"}
 
 
 class Mark(NamedTuple):
-    """One event."""
+    """Event on a chart."""
 
     kind: str
     """A key of SIGNS."""
@@ -37,7 +37,7 @@ def find_restarts(run: WatchedRun) -> list[float]:
     """Return the first logged step of each start after the first."""
     clock = np.array(run.clock)
     places = [clock.searchsorted(t) for a in run.attempts[1:] if (t := parse_time(a.get("time")))]
-    return list(dict.fromkeys(run.steps[place] for place in places if 0 < place < len(clock)))
+    return list(dict.fromkeys(run.steps[index] for index in places if 0 < index < len(clock)))
 
 
 def parse_time(text: Any) -> float | None:

@@ -81,8 +81,8 @@ def name_apart(runs: list[WatchedRun]) -> None:
     """Give runs the shortest ends of their paths that distinguish them: seed0/run, seed1/run."""
     for run in runs:
         parts = run.path.absolute().parts
-        others = [other.path.absolute().parts for other in runs if other is not run]
+        other_paths = [second.path.absolute().parts for second in runs if second is not run]
         length = 1
-        while length < len(parts) and any(o[-length:] == parts[-length:] for o in others):
+        while length < len(parts) and any(o[-length:] == parts[-length:] for o in other_paths):
             length += 1
         run.name = escape_control_chars(os.path.join(*parts[-length:]))

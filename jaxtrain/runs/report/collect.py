@@ -68,8 +68,8 @@ def pick_main_metric(runs: Sequence[WatchedRun], charts: Sequence[str]) -> str |
 def describe_result(run: WatchedRun, metric: str | None) -> str:
     """Return what a run has come to, in a sentence behind its state."""
     step, total = current_step(run), total_steps(run)
-    place = f"at step {step:,} of {total:,}" if total else f"at step {step:,}"
-    sentence = f"{place} after {format_time(time_passed(run))}"
+    position = f"at step {step:,} of {total:,}" if total else f"at step {step:,}"
+    sentence = f"{position} after {format_time(time_passed(run))}"
     values = run.metrics[metric].values if metric and metric in run.metrics else ()
     if len(values):
         ends = dict.fromkeys((format_number(values[0]), format_number(values[-1])))

@@ -127,20 +127,20 @@ class MetricsPane(Pane, can_focus=True):
 
     @override
     def draw(self) -> None:
-        names, first, now = self.chart_names(), self.view.first, self.view.clock()
+        names, first, clock = self.chart_names(), self.view.first, self.view.clock()
         self.set_class(self.opened and bool(names), "open")
         self.draw_charts(names)
         marks = []
         for run in self.view.runs:
             sign = Text("● " if run in self.view.shown else "○ ", self.view.color(run))
-            mark, _, color = MARKS[read_state(run, now).kind]
+            mark, _, color = MARKS[read_state(run, clock).kind]
             marks.append(sign.append(fit(run.name, 18), "default").append(mark, color))
         self.fill("#runs-list", "runs", Text("\n").join(marks))
         several = first is not None and len(self.view.runs) > 1
         numbers = f"numbers of {first.name}" if first and several else "numbers"
         self.query_one("#numbers").border_title = Text(numbers)
         self.query_one("#numbers Static", Static).update(draw_numbers(first, names))
-        hardware = draw_hardware(first, now, *self.query_one("#hardware").size)
+        hardware = draw_hardware(first, clock, *self.query_one("#hardware").size)
         self.fill("#hardware", *hardware)
         lines = [style_event(line) for line in list_events(first)]
         space = max(self.query_one("#events").size.height, 1)
