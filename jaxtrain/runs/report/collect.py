@@ -70,8 +70,8 @@ def describe_result(run: WatchedRun, metric: str | None) -> str:
     step, total = current_step(run), total_steps(run)
     position = f"at step {step:,} of {total:,}" if total else f"at step {step:,}"
     sentence = f"{position} after {format_time(time_passed(run))}"
-    values = run.metrics[metric].values if metric and metric in run.metrics else ()
-    if len(values):
+    if metric is not None and metric in run.metrics and len(run.metrics[metric].values):
+        values = run.metrics[metric].values
         ends = dict.fromkeys((format_number(values[0]), format_number(values[-1])))
         sentence += f": {escape_control_chars(metric)} {' -> '.join(ends)}"
     return f"{sentence}."
