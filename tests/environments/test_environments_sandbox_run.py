@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import tempfile
 import socket
 import textwrap
 import time
@@ -123,7 +124,7 @@ def test_there_is_no_network_and_nobody_elses_file(box, limits, tmp_path, monkey
             lambda: open(SECRET).read(),
             lambda: open("/etc/passwd").read(),
             lambda: open("/proc/PARENT/environ").read(),
-            lambda: open("/tmp/jaxtrain_left", "w"),
+            lambda: open(LEFT, "w"),
             lambda: os.kill(PARENT, 9),
         ):
             try:
@@ -134,6 +135,8 @@ def test_there_is_no_network_and_nobody_elses_file(box, limits, tmp_path, monkey
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = str(server.getsockname()[1])
         filled = program.replace("PORT", port).replace("SECRET", repr(str(secret)))
+        # A folder that everybody may write to.
+        filled = filled.replace("LEFT", repr(os.path.join(tempfile.gettempdir(), "jaxtrain_left")))
         ran = run(box, filled.replace("PARENT", str(os.getpid())), limits)
     assert ran.finished and len(ran.output.splitlines()) == 7 and "REACHED" not in ran.output
 

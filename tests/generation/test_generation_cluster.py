@@ -309,10 +309,10 @@ def test_hosts_say_where_their_logs_are():
                 answer.set_result(self.told)
             return answer
 
-    host = Host(url="http://a:1", key="secret", log="/tmp/servers/0.log", node="node-7")
+    host = Host(url="http://a:1", key="secret", log="servers/0.log", node="node-7")
     lines = list(describe_hosts([host, Host(), Host(failed="status 1, log X on Y")], 0.01))
     assert lines == [
-        "server 0: log /tmp/servers/0.log on node-7",
+        "server 0: log servers/0.log on node-7",
         "server 1 is not there yet: it waits for room; see ray status",
         "server 2: status 1, log X on Y",
     ]
