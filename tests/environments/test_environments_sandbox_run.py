@@ -2,8 +2,8 @@
 
 import asyncio
 import os
-import tempfile
 import socket
+import tempfile
 import textwrap
 import time
 
