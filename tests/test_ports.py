@@ -37,7 +37,7 @@ LISTENS_ALLOWED = {
     "jaxtrain/distributed/relay.py": "behind a gate",
     "jaxtrain/generation/weight_sync/weight_links.py": "behind a gate",
     "jaxtrain/generation/vllm/launch.py": "looks for free ports",
-    "jaxtrain/environments/policy_server.py": "a token on every route",
+    "jaxtrain/environments/endpoint_app.py": "a key on every route; serve without one on loopback",
     "jaxtrain/environments/gym_config.py": "looks for a free port",
     "jaxtrain/environments/chat.py": "binds the arguments of a function",
     "jaxtrain/config/construct.py": "binds the arguments of a function",

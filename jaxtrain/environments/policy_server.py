@@ -17,27 +17,23 @@ Every request needs `Authorization: Bearer TOKEN`. docs/nemo_gym.md has the rout
 """
 
 import asyncio
-import hmac
-import json
 import secrets
 import threading
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
-from aiohttp import ClientPayloadError, web
-from aiohttp.http_exceptions import HttpProcessingError
+from aiohttp import web
 
 from jaxtrain.data.chat.omissions import Kwargs
 from jaxtrain.environments.chat_request import MODEL, limit, read_stop_ids
 from jaxtrain.environments.chat_response import split_chat, write_chat, write_tokens
+from jaxtrain.environments.endpoint_app import EndpointApp, Route, read_json, stream
 from jaxtrain.environments.episode_record import ChatAnswer, EndpointFormat, EpisodeRecord
 from jaxtrain.environments.request_fields import (
     SAMPLING,
     TOKENS,
     RequestRefused,
     check_fields,
-    decompress,
-    parse_body,
 )
 from jaxtrain.environments.token_history import TurnTemplate
 from jaxtrain.environments.tool_calls import find_family
@@ -46,8 +42,6 @@ from jaxtrain.generation.engine import Completion, Engine, Sampling
 from jaxtrain.text_safety import escape_control_chars
 
 T = TypeVar("T")
-MAX_BYTES = 1 << 26
-"""Limit of bytes of a request."""
 START_SECONDS = 10.0
 MAX_NOTED = 100
 """Names of fields that are logged, each once."""
@@ -146,7 +140,7 @@ class PolicyServer:
         if loop is None or self._thread is None:
             return
         try:
-            self._run_in(loop, self._runner.cleanup())
+            self._run_in(loop, self._app.close())
         except TimeoutError:
             pass
         loop.call_soon_threadsafe(loop.stop)
@@ -167,46 +161,20 @@ class PolicyServer:
         return asyncio.run_coroutine_threadsafe(work, loop).result(START_SECONDS)
 
     async def _listen(self) -> None:
-        app = web.Application(client_max_size=MAX_BYTES, middlewares=[self._guard])
-        for prefix in ("", "/e/{episode}"):
-            app.router.add_get(f"{prefix}/v1/models", self._models)
-            app.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
-            app.router.add_post(f"{prefix}/tokenize", self._tokenize)
-            app.router.add_post(f"{prefix}/inference/v1/generate", self._generate)
-            # Clients configured with a base URL that ends with /v1 append the path to it.
-            app.router.add_post(f"{prefix}/v1/inference/v1/generate", self._generate)
-        # handler_cancellation: a client that disconnects cancels its request.
-        self._runner = web.AppRunner(
-            app,
-            handler_cancellation=True,
-            access_log=None,
-            shutdown_timeout=1.0,
-            # aiohttp logs a traceback for an encoding that it does not have; see read_json.
-            auto_decompress=False,
-        )
-        await self._runner.setup()
-        site = web.TCPSite(self._runner, self.host, self.port)
-        await site.start()
-        self.port = self._runner.addresses[0][1]
-
-    @web.middleware
-    async def _guard(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Require the bearer token, and format refusals like OpenAI's servers."""
-        token = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
-        try:
-            # Header bytes that are not UTF-8 are lone surrogates here.
-            sent = token.encode("utf-8", "surrogateescape")
-            if not hmac.compare_digest(sent, self.token.encode()):
-                raise RequestRefused(
-                    401, "the Authorization header does not carry this run's token"
-                )
-            return await handler(request)
-        except RequestRefused as error:
-            text = escape_control_chars(str(error))
-            details = {"message": text, "type": "invalid_request_error", "code": error.status}
-            return web.json_response(
-                {"object": "error", "message": text, "error": details}, status=error.status
+        routes = [
+            route
+            for prefix in ("", "/e/{episode}")
+            for route in (
+                Route("GET", f"{prefix}/v1/models", self._models),
+                Route("POST", f"{prefix}/v1/chat/completions", self._chat),
+                Route("POST", f"{prefix}/tokenize", self._tokenize),
+                Route("POST", f"{prefix}/inference/v1/generate", self._generate),
+                # Clients whose base URL ends with /v1 append the path to it.
+                Route("POST", f"{prefix}/v1/inference/v1/generate", self._generate),
             )
+        ]
+        self._app = EndpointApp(routes, self.token, owner="this run's token")
+        self.port = await self._app.listen(self.host, self.port)
 
     async def _models(self, request: web.Request) -> web.Response:
         model = {"id": MODEL, "object": "model", "created": 0, "owned_by": "jaxtrain"}
@@ -220,7 +188,7 @@ class PolicyServer:
         number = f"chatcmpl-{record.id}-{record.num_turns}"
         response = write_chat(answer, number, body)
         if body.get("stream"):
-            return await stream(request, split_chat(response, body))
+            return await stream(request, iterate(split_chat(response, body)))
         return web.json_response(response)
 
     async def _generate(self, request: web.Request) -> web.Response:
@@ -285,27 +253,7 @@ class PolicyServer:
             raise RequestRefused(400, f"episode {record.id} is given up: {error!r}") from None
 
 
-async def read_json(request: web.Request) -> dict[str, Any]:
-    """Parse the body of a request; RequestRefused if it is not a JSON object."""
-    try:
-        raw = await request.read()
-    except web.HTTPRequestEntityTooLarge:
-        raise RequestRefused(413, f"the body has more than {MAX_BYTES:,} bytes") from None
-    except (ClientPayloadError, HttpProcessingError, ValueError) as error:
-        raise RequestRefused(400, f"the body cannot be read: {error}") from None
-    coding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    # In a thread: 64 MiB of JSON take a second, and other agents wait.
-    return await asyncio.to_thread(
-        lambda: parse_body(decompress(raw, coding, MAX_BYTES), request.charset)
-    )
-
-
-async def stream(request: web.Request, chunks: list[dict[str, Any]]) -> web.StreamResponse:
-    """Send chunks as server-sent events."""
-    response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-    await response.prepare(request)
+async def iterate(chunks: list[dict[str, Any]]) -> AsyncIterator[dict[str, Any]]:
+    """Yield chunks that are known at once."""
     for chunk in chunks:
-        await response.write(f"data: {json.dumps(chunk)}\n\n".encode())
-    await response.write(b"data: [DONE]\n\n")
-    await response.write_eof()
-    return response
+        yield chunk

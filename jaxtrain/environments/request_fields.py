@@ -24,9 +24,10 @@ Note = Callable[[str], None]
 class RequestRefused(Exception):
     """A request is answered with an HTTP error, whose text is the message."""
 
-    def __init__(self, status: int, message: str):
+    def __init__(self, status: int, message: str, param: str | None = None):
+        """param: the field at fault, where the message does not begin with it."""
         super().__init__(message)
-        self.status = status
+        self.status, self.param = status, param
 
 
 TYPES: Mapping[str, Callable[[Any], bool]] = {
@@ -147,7 +148,8 @@ def check_fields(
         else:
             [*close] = difflib.get_close_matches(name[:60], [*read, *NEUTRAL], 1)
             advice = f"did you mean {close[0]}?" if close else "leave it out"
-            refuse(f"{within}{show(name, 60)} is no field that is understood here; {advice}")
+            message = f"{within}{show(name, 60)} is no field that is understood here; {advice}"
+            raise RequestRefused(400, message, name[:60])
     check_stops(body, within)
 
 
