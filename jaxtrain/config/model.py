@@ -108,7 +108,7 @@ class ModelConfig(Section):
         return next((f"model.{key} {value}" for key, value in settings if value), None)
 
 
-OPTIMIZERS = ("adamw", "adafactor", "lion", "muon", "sgd")
+OPTIMIZERS = ("adamw", "schedule_free_adamw", "adafactor", "lion", "muon", "sgd")
 MOMENTS = tuple(name for name in OPTIMIZERS if name != "adafactor")
 """Optimizers that keep arrays of a parameter's shape."""
 SCHEDULES = ("constant", "linear", "cosine", "inverse_sqrt", "wsd")
@@ -149,8 +149,9 @@ class OptimConfig(Section):
     """Optimizer, schedule and the size of a step."""
 
     name: Annotated[str, known_in("optimizers", OPTIMIZERS)] = "adamw"
-    """adamw, adafactor, lion, muon (for weight matrices, with adamw for all else) or sgd. Or a
-    function that makes an optax transformation of the learning rate and `options`: an entry point's
+    """adamw, adafactor, lion, muon (for weight matrices, with adamw for all else), sgd or
+    schedule_free_adamw, which averages its steps instead of decaying its rate; evaluations, rollouts
+    and exports use the average. Or a function that makes an optax transformation of the learning rate and `options`: an entry point's
     name, "optax:adan", "package.module:function" or "file.py:function"."""
     options: dict[str, Any] = {}
     """Of such a function: { b1 = 0.98, b2 = 0.92 } for "optax:adan"."""
@@ -181,16 +182,18 @@ class OptimConfig(Section):
     decay_embeddings: bool = False
     """Decay embeddings and the output head as well."""
     beta1: float = Field(0.9, ge=0, lt=1)
-    """First-moment decay (adamw, lion) or momentum (muon, sgd)."""
+    """First-moment decay (adamw, lion), momentum (muon, sgd), or the share of the average in where
+    schedule_free_adamw takes its gradients."""
     beta2: float = Field(0.999, ge=0, lt=1)
-    """Second-moment decay (adamw, lion, and muon's adamw)."""
+    """Second-moment decay (adamw, schedule_free_adamw, lion, and muon's adamw)."""
     eps: float = Field(1e-8, gt=0, le=1)
     """Term that keeps adamw's division finite."""
-    moments: Literal["params", "float32", "bfloat16", "int8"] = "params"
-    """What moments or momentum of adamw, lion, muon and sgd are stored as between steps: as the
-    parameters are (model.param_dtype), or in 4, 2 or about 1 byte each. bfloat16 rounds the second
-    moment at random, in proportion; int8 is that of bitsandbytes' 8-bit optimizers, by blocks along
-    the last axis: norms, biases, token embeddings and small arrays stay float32."""
+    moments: Literal["params", "float32", "bfloat16", "int8", "int4"] = "params"
+    """What moments or momentum (of every optimizer but adafactor) are stored as between steps: as
+    the parameters are (model.param_dtype), or in 4, 2, about 1 or about half a byte each. bfloat16
+    rounds the second moment at random, in proportion; int8 is that of bitsandbytes' 8-bit
+    optimizers, int4 that of torchao's AdamW4bit, both by blocks along the last axis: norms, biases,
+    token embeddings and small arrays stay float32."""
     offload: bool = False
     """Keep what the optimizer stores in pinned memory of the hosts; each step fetches it once its
     gradients are there, and sends it back."""
@@ -212,8 +215,13 @@ class OptimConfig(Section):
     gradient_accumulation_steps: int = Field(1, ge=1, le=ROWS)
     """Microsteps per optimizer step; the update equals that of one large batch exactly."""
 
-    def find_moments_conflict(self) -> Iterator[str]:
-        """A sentence where `moments` has no meaning for that optimizer."""
+    def find_conflicts(self) -> Iterator[str]:
+        """A sentence for each key that has no meaning for that optimizer."""
+        if self.name == "schedule_free_adamw" and self.lr_scheduler in SCHEDULES[1:]:
+            yield (
+                f"optim.lr_scheduler {self.lr_scheduler!r} lowers the rate, which"
+                ' schedule_free_adamw replaces by an average: set optim.lr_scheduler = "constant"'
+            )
         if self.moments != "params" and self.name not in MOMENTS:
             yield (
                 f"optim.moments {self.moments!r} is for {', '.join(MOMENTS)}; {self.name!r} keeps"

@@ -67,7 +67,7 @@ def find_refresh_conflicts(config: Any) -> Iterator[str]:
     for text in refresh.task.find_refresh_conflicts(config):
         yield text.replace("task.", f"{key}.task.")
     optim = refresh.optim
-    yield from (f"{key}.{text}" for text in optim.find_moments_conflict())
+    yield from (f"{key}.{text}" for text in optim.find_conflicts())
     if optim.warmup_ratio is not None:
         yield f"{key}.optim.warmup_ratio needs a number of steps; set warmup_steps instead"
     if optim.gradient_accumulation_steps > 1:

@@ -174,7 +174,7 @@ def find_conflicts(config: Config):
     ):
         if getattr(optim, key) and name in builtin:
             yield f"optim.{key} are for a function from outside; {name!r} is built in: set its keys"
-    yield from optim.find_moments_conflict()
+    yield from optim.find_conflicts()
     if data.global_batch_size and optim.gradient_accumulation_steps > 1:
         yield (
             "data.global_batch_size sets the gradient accumulation by itself; remove"

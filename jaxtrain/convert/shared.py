@@ -11,7 +11,7 @@ from jaxtrain.convert.conversion import Conversion, load_rules
 OPTIMIZERS = {
     "lion_pytorch": "lion",
     "optimi_adamw": "adamw",
-    **{name: name for name in ("adamw", "adafactor", "lion", "muon", "sgd")},
+    **{name: name for name in ("adamw", "schedule_free_adamw", "adafactor", "lion", "muon", "sgd")},
 }
 ADAMW = re.compile(
     r"(ao_)?(paged_)?adamw(_torch|_hf|_bnb|_apex|_torch_xla|_torch_npu)?(_fused|_(4|8|32)bit)?"
@@ -31,10 +31,9 @@ def _optimizer(conversion: Conversion, value: Any) -> None:
         )
         return
     conversion.set("optim.name", base)
-    if "4bit" in name:
-        conversion.log("moments in 4 bits there, in 8 here")
-    if "8bit" in name or "4bit" in name:
-        conversion.set("optim.moments", "int8")
+    for bits in (8, 4):
+        if f"{bits}bit" in name:
+            conversion.set("optim.moments", f"int{bits}")
     if "paged_" in name:
         conversion.set("optim.offload", True)
 

@@ -1,4 +1,4 @@
-"""Optimizer moments stored in fewer bits than they are computed in: bfloat16, or 8-bit blocks.
+"""Optimizer moments in fewer bits than they are computed in: bfloat16, or blocks of 8 or 4 bits.
 
     moments as stored ─> float32 ─> any optax transformation ─> float32 ─> stored again
                                              └─> updates, of moments before they are rounded
@@ -7,7 +7,8 @@
 number, a float32 scale a block, levels dense where numbers are small; a second moment, never
 negative, has twice as many. Other than there, one above zero is never stored as zero: the next
 update would divide by next to nothing (Li et al. 2023, arXiv:2309.01507). Small arrays, norms,
-biases and token embeddings stay float32.
+biases and token embeddings stay float32. 4 bits are those of torchao's AdamW4bit and of that paper:
+the same map with three decades for first moments, sixteen even levels without zero for second ones.
 
 Blocks lie along the last axis and are the same on every mesh, so a checkpoint is, too. Shards of
 whole blocks are quantized where they lie; where a mesh cuts that axis finer than BLOCK, devices
@@ -27,7 +28,8 @@ import optax
 from jaxtrain.layers.noise import GOLDEN, hash_bits
 from jaxtrain.models.parameters import Params
 
-Kind = Literal["float32", "bfloat16", "int8"]
+Kind = Literal["float32", "bfloat16", "int8", "int4"]
+BITS = {"int8": 8, "int4": 4}
 
 BLOCK = 128
 """Numbers that share a scale; fewer if the last axis is not a multiple. (bitsandbytes blocks the
@@ -36,14 +38,16 @@ FEWEST = 8
 """Smallest block that saves enough memory: arrays with smaller ones stay float32."""
 SMALL = 4096
 """Arrays of fewer numbers stay float32."""
-DECADES = 7
+DECADES = {8: 7, 4: 3}
+"""Powers of ten that the levels of a code of so many bits span."""
 
 
 class QuantizedBlocks(NamedTuple):
-    """Numbers [..., n] in 8 bits."""
+    """Numbers [..., n] in 8 or 4 bits."""
 
     codes: jax.Array
-    """uint8 [..., n]: place among the levels in order; in the signed table 127 is zero."""
+    """uint8 [..., n], or [..., n / 2] with the first of two in the upper half: place among the
+    levels in order; in the signed tables 127 or 7 is zero."""
     scales: jax.Array
     """float32 [..., n / block]: the largest magnitude of each block."""
 
@@ -69,7 +73,7 @@ def store_moments(
     Updates come in the parameters' dtype. A slot named `nu` is a second moment: it is not negative,
     and in bfloat16 it is rounded up or down at random, in proportion, because the nearest would
     lose every change below half a unit in the last place (1/512 to 1/256), and beta2 = 0.999 makes
-    few larger ones. keeps: paths that "int8" leaves in float32, besides small arrays.
+    few larger ones. keeps: paths that "int8" and "int4" leave in float32, besides small arrays.
     """
 
     def pack(state: Any, params: Params, count: jax.Array) -> Any:
@@ -79,8 +83,8 @@ def store_moments(
                 return slot
             value, second = slot.astype(jnp.float32), _is_second(where)
             size = block_size(slot.shape, block)
-            if kind == "int8" and size and not keeps(path):
-                return quantize(value, signed=not second, block=size)
+            if kind in BITS and size and not keeps(path):
+                return quantize(value, signed=not second, block=size, bits=BITS[kind])
             if kind != "bfloat16":
                 return value
             if not second:
@@ -97,7 +101,7 @@ def store_moments(
     def unpack(state: Any, params: Params) -> Any:
         def one(where: tuple, slot: Any) -> Any:
             if isinstance(slot, QuantizedBlocks):
-                return dequantize(slot, signed=not _is_second(where))
+                return dequantize(slot, signed=not _is_second(where), bits=BITS[kind])
             return slot if _find_owner(where, slot, params) is None else slot.astype(jnp.float32)
 
         return jax.tree_util.tree_map_with_path(
@@ -143,21 +147,24 @@ def block_size(shape: tuple[int, ...], block: int = BLOCK) -> int:
     return size if size >= FEWEST and math.prod(shape) >= SMALL else 0
 
 
-def levels(signed: bool) -> np.ndarray:
-    """Return the sorted levels of the codes, float32 [256], as in bitsandbytes' create_dynamic_map.
+def levels(signed: bool, bits: int = 8) -> np.ndarray:
+    """Return the sorted levels of the codes, float32 [256] or [16], as in bitsandbytes'
+    create_dynamic_map, but those of unsigned codes of 4 bits, which are even.
 
-    Decade d of DECADES has the middles of 2^d (signed) or 2^(d+1) cells from 0.1 to 1 times
-    10^(d-6); besides, there are 0 and 1.
+    Decade d of n has the middles of 2^d (signed) or 2^(d+1) cells from 0.1 to 1 times 10^(d-n+1);
+    besides, there are 0 and 1.
     """
+    if bits == 4 and not signed:
+        return np.arange(1, 17, dtype=np.float32) / 16
     positive = []
-    for decade in range(DECADES):
+    for decade in range(DECADES[bits]):
         bounds = np.linspace(0.1, 1, 2 ** (decade if signed else decade + 1) + 1, dtype=np.float32)
-        positive += list((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (decade - DECADES + 1))
+        positive += list((bounds[:-1] + bounds[1:]) / 2 * 10.0 ** (decade - DECADES[bits] + 1))
     negative = [-value for value in positive] if signed else []
     return np.sort(np.array([*positive, *negative, 0.0, 1.0], np.float32))
 
 
-def quantize(x: jax.Array, signed: bool, block: int) -> QuantizedBlocks:
+def quantize(x: jax.Array, signed: bool, block: int, bits: int = 8) -> QuantizedBlocks:
     """Round float32 [..., n] to the nearest level of x / its block's largest magnitude; unsigned, a
     number above zero never becomes zero.
 
@@ -166,14 +173,25 @@ def quantize(x: jax.Array, signed: bool, block: int) -> QuantizedBlocks:
     blocks = x.reshape(*x.shape[:-1], -1, block)
     scales = jnp.abs(blocks).max(-1)
     unit = blocks / jnp.where(scales > 0, scales, 1.0)[..., None]
+    if bits == 8 or signed:
+        code = _find_levels(unit, signed, bits)
+    else:
+        code = jnp.maximum(jnp.floor(unit * 16 + 0.5).astype(jnp.int32) - 1, 0)
+    code = code.reshape(x.shape).astype(jnp.uint8)
+    return QuantizedBlocks(code if bits == 8 else code[..., ::2] << 4 | code[..., 1::2], scales)
+
+
+def _find_levels(unit: jax.Array, signed: bool, bits: int) -> jax.Array:
+    """Return the nearest levels of the dynamic map, int32, of numbers up to 1 in magnitude."""
     magnitude = jnp.abs(unit)
-    table = levels(signed)
-    table = table[127:] if signed else table  # zero, the decades, one
+    table = levels(signed, bits)
+    zero, decades = len(table) // 2 - 1, DECADES[bits]
+    table = table[zero:] if signed else table  # zero, the decades, one
     # Levels below a decade: 1, 2, 4 ... (signed), 1, 3, 7 ...; cells in it: 1, 2, 4 or 2, 4, 8 ...
-    cells = 2 ** np.arange(DECADES) * (1 if signed else 2)
+    cells = 2 ** np.arange(decades) * (1 if signed else 2)
     below = np.cumsum(np.append(1, cells))
     starts = ((table[below] + table[below - 1]) / 2).astype(np.float32)
-    tens = 10.0 ** np.arange(DECADES - 1, -1, -1)
+    tens = 10.0 ** np.arange(decades - 1, -1, -1)
     decade = sum((magnitude >= start).astype(jnp.int32) for start in starts[:-1]) - 1
     decade_index = jnp.maximum(decade, 0)
     cell = jnp.floor(
@@ -185,17 +203,17 @@ def quantize(x: jax.Array, signed: bool, block: int) -> QuantizedBlocks:
     top = int(below[-1])
     if signed:  # the largest level below zero is the one before -1, which there is not
         code = jnp.where(unit >= starts[-1], top, code)
-        code = 127 + jnp.where(unit < 0, -code, code)
-    else:
-        code = jnp.where(magnitude >= starts[-1], top, code)
-        code = jnp.where(unit > 0, jnp.maximum(code, 1), 0)
-    return QuantizedBlocks(code.reshape(x.shape).astype(jnp.uint8), scales)
+        return zero + jnp.where(unit < 0, -code, code)
+    code = jnp.where(magnitude >= starts[-1], top, code)
+    return jnp.where(unit > 0, jnp.maximum(code, 1), 0)
 
 
-def dequantize(blocks: QuantizedBlocks, signed: bool) -> jax.Array:
+def dequantize(blocks: QuantizedBlocks, signed: bool, bits: int = 8) -> jax.Array:
     """Return the numbers float32 [..., n]."""
     codes, scales = blocks
-    unit = jnp.asarray(levels(signed))[codes.astype(jnp.int32)]
+    if bits == 4:
+        codes = jnp.stack([codes >> 4, codes & 15], -1).reshape(*codes.shape[:-1], -1)
+    unit = jnp.asarray(levels(signed, bits))[codes.astype(jnp.int32)]
     unit = unit.reshape(*scales.shape, -1) * scales[..., None]
     return unit.reshape(codes.shape)
 

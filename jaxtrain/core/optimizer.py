@@ -1,8 +1,8 @@
 """Optimizers and schedules from optax, chosen and masked by the config's plain numbers."""
 
 import inspect
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Collection
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -107,16 +107,85 @@ def build_optimizer(
         from jaxtrain.core.moments import store_moments
 
         base = store_moments(base, optim.moments, stays_float32)
-    # A stage more, even an idle one, would be another tree of states: checkpoints of runs without
-    # it could not be restored.
-    if all(np.all(factor == 1) for factor in factors.values()):
-        return base
 
     def scale(updates: Any, _: Any) -> Any:
         return {path: (u * factors[path]).astype(u.dtype) for path, u in updates.items()}
 
-    # Every optimizer multiplies by its rate last, weight decay included.
-    return optax.chain(base, optax.stateless(scale))
+    # A stage more, even an idle one, would be another tree of states: checkpoints of runs without
+    # it could not be restored.
+    if not all(np.all(factor == 1) for factor in factors.values()):
+        # Every optimizer multiplies by its rate last, weight decay included.
+        base = optax.chain(base, optax.stateless(scale))
+    if optim.name == "schedule_free_adamw":
+        # Experts' biases for their choice have no gradient: the step moves them itself.
+        paths = [path for path in params if np.any(factors[path]) and "choice_bias" not in path]
+        return average_steps(base, schedule, optim.beta1, paths)
+    return base
+
+
+class AverageState(NamedTuple):
+    """State of `average_steps`."""
+
+    count: jax.Array
+    """int32 number of updates."""
+    top_rate: jax.Array
+    """float32: the highest learning rate so far."""
+    weight_sum: jax.Array
+    """float32: sum of the weights of all steps."""
+    beta: jax.Array
+    """float32: share of the average in the point where gradients are taken."""
+    z: Params
+    """Where `inner` goes, by path, in the parameters' dtypes."""
+    inner: Any
+
+
+def average_steps(
+    inner: optax.GradientTransformation,
+    schedule: optax.Schedule,
+    beta: float,
+    paths: Collection[str],
+) -> optax.GradientTransformation:
+    """Make `inner` schedule-free (Defazio et al. 2024, arXiv:2405.15682): z takes its steps, the
+    parameters x are the average of all z by the square of the highest rate so far, and gradients
+    are those at `gradient_point`, between both.
+
+    A rate that is a constant multiple of the schedule's leaves the weights as they are. inner:
+    without momentum. paths: what is averaged; the rest takes the steps of `inner` itself.
+    (optax.contrib.schedule_free has y for parameters and divides to get at x, which loses bits.)
+    """
+
+    def init(params: Any) -> AverageState:
+        zero = jnp.zeros((), jnp.float32)
+        # Copies: the step donates the state, two leaves of which must not share a buffer.
+        z = {path: jnp.copy(params[path]) for path in paths}
+        share = jnp.asarray(beta, jnp.float32)
+        return AverageState(jnp.zeros((), jnp.int32), zero, zero, share, z, inner.init(params))
+
+    def update(updates: Any, state: AverageState, params: Any = None) -> tuple[Any, AverageState]:
+        moves, inner_state = inner.update(updates, state.inner, gradient_point(state, params))
+        moves = dict(moves)
+        top = jnp.maximum(state.top_rate, schedule(state.count))
+        total = state.weight_sum + top**2
+        share = jnp.where(total > 0, top**2 / total, 0.0)
+        z = {path: (old + moves[path]).astype(old.dtype) for path, old in state.z.items()}
+        for path, new in z.items():
+            moves[path] = (share * (new - params[path])).astype(params[path].dtype)
+        return moves, AverageState(state.count + 1, top, total, state.beta, z, inner_state)
+
+    return optax.GradientTransformation(init, update)
+
+
+def gradient_point(opt_state: Any, params: Params) -> Params:
+    """Return the parameters at which a step takes gradients: the trained ones, but for
+    `average_steps` a mixture with z, y = beta x + (1 - beta) z."""
+    if not isinstance(opt_state, AverageState):
+        return params
+    mixed, beta = dict(params), opt_state.beta
+    for path, z in opt_state.z.items():
+        if jax.typeof(z).memory_space == jax.memory.Space.Host:  # optim.offload
+            z = jax.device_put(z, jax.memory.Space.Device)
+        mixed[path] = (beta * params[path] + (1.0 - beta) * z).astype(z.dtype)
+    return mixed
 
 
 def rate_factor(path: str, optim: OptimConfig) -> float:
@@ -128,7 +197,7 @@ def rate_factor(path: str, optim: OptimConfig) -> float:
 
 
 def stays_float32(path: str) -> bool:
-    """Return whether the moments of a parameter are never stored in 8 bits, whatever its size."""
+    """Return whether the moments of a parameter are never stored in 8 or 4 bits."""
     return is_vector(path) or path.endswith("embed.embedding")
 
 
@@ -150,6 +219,13 @@ def _named(
         case "adamw":
             return optax.adamw(
                 schedule, optim.beta1, optim.beta2, optim.eps, weight_decay=decay, mask=mask
+            )
+        case "schedule_free_adamw":
+            return optax.chain(
+                # AdamW without its first moment.
+                optax.scale_by_rms(optim.beta2, optim.eps, eps_in_sqrt=False, bias_correction=True),
+                optax.add_decayed_weights(decay, mask),
+                optax.scale_by_learning_rate(schedule),
             )
         case "lion":
             return optax.lion(schedule, optim.beta1, optim.beta2, weight_decay=decay, mask=mask)

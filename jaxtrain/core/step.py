@@ -14,6 +14,7 @@ import optax
 
 from jaxtrain.batch import Batch
 from jaxtrain.core.losses.balance import LOADS, count_real
+from jaxtrain.core.optimizer import gradient_point
 from jaxtrain.distributed.sharding import fit
 from jaxtrain.errors import UserError
 from jaxtrain.layers.noise import row_rng_bits
@@ -28,7 +29,8 @@ class State(NamedTuple):
     step: jax.Array
     """int32 number of updates made."""
     params: Params
-    """Trained parameters by path, in the dtype of the masters."""
+    """Trained parameters by path, in the dtype of the masters; of a schedule-free optimizer their
+    average."""
     opt_state: Any
     """The optimizer's own state, sharded like the parameters."""
     copies: Params = {}
@@ -206,6 +208,7 @@ def make_step(
         # Before any microstep: the loss of each needs the weights of all.
         denoms = {name: denominator(batch, name) for name in coef}
         grad = jax.value_and_grad(micro_loss, has_aux=True)
+        point = gradient_point(state.opt_state, state.params)
 
         rng_bits_AB = None
         if noise is not None:
@@ -215,19 +218,19 @@ def make_step(
 
         def add_micro(summed, part):
             micro, rng_bits = part
-            (total, metrics), grads = grad(state.params, frozen, micro, denoms, rng_bits)
+            (total, metrics), grads = grad(point, frozen, micro, denoms, rng_bits)
             grads = jax.tree.map(jnp.add, summed[0], grads)
             return (grads, join_metrics(summed[1], metrics)), total
 
         if batch.tokens.shape[0] == 1:
             # No scan: XLA fuses and schedules straight-line code better, and keeps no accumulator.
             micro, rng_bits = jax.tree.map(lambda leaf: leaf[0], (batch, rng_bits_AB))
-            (total, metrics), grads = grad(state.params, frozen, micro, denoms, rng_bits)
+            (total, metrics), grads = grad(point, frozen, micro, denoms, rng_bits)
             micro_losses = total[None]
         else:
             # The scan needs the shapes of gradients and metrics before the first microstep.
             first, rng_bits = jax.tree.map(lambda leaf: leaf[0], (batch, rng_bits_AB))
-            shapes = jax.eval_shape(grad, state.params, frozen, first, denoms, rng_bits)
+            shapes = jax.eval_shape(grad, point, frozen, first, denoms, rng_bits)
             (_, metric_shapes), grad_shapes = shapes
             zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), grad_shapes)
             initial = (zeros, empty_metrics(metric_shapes))

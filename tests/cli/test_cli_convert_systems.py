@@ -71,7 +71,7 @@ def run(tmp_path, files, *more):
             {"adapter.kind": "lora"},
             "adapter.target",
         ),
-        ({"optimizer": "adamw_torch_4bit"}, {"optim.moments": "int8", "optim.name": "adamw"}, None),
+        ({"optimizer": "adamw_torch_4bit"}, {"optim.moments": "int4", "optim.name": "adamw"}, None),
     ],
 )
 def test_axolotl_keys_that_ask_for_nothing_or_for_something_else(keys, expected, gone):

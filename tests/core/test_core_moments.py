@@ -20,14 +20,25 @@ SHAPE, BLOCK = (2, 16, 256), 128
 OPTIONS = {"b1": 0.9, "b2": 0.999, "eps": 1e-8, "weight_decay": 0.1}
 
 
-def search(x, signed, block=BLOCK):
+QMAP_SIGNED = [
+    *(-0.8875, -0.6625, -0.4375, -0.2125, -0.0775, -0.0325, -0.0055, 0.0),
+    *(0.0055, 0.0325, 0.0775, 0.2125, 0.4375, 0.6625, 0.8875, 1.0),
+]
+"""What torchao.optim's get_qmap_signed returns (create_dynamic_map(True, 3, 4))."""
+QMAP_UNSIGNED = np.linspace(0, 1, 17)[1:]
+"""What its get_qmap_unsigned returns."""
+
+
+def search(x, signed, block=BLOCK, bits=8):
     """(codes, scales, values) in float64: the nearest level, but a second moment is not 0."""
     table = levels(signed).astype(np.float64)
+    if bits == 4:
+        table = np.asarray(QMAP_SIGNED if signed else QMAP_UNSIGNED)
     blocks = x.reshape(*x.shape[:-1], -1, block)
     scales = np.abs(blocks).max(-1)
     unit = blocks / np.where(scales > 0, scales, 1)[..., None]
     codes = np.abs(unit[..., None] - table).argmin(-1)
-    codes = codes if signed else np.maximum(codes, unit > 0)
+    codes = codes if signed or bits == 4 else np.maximum(codes, unit > 0)
     return codes.reshape(x.shape), scales, (table[codes] * scales[..., None]).reshape(x.shape)
 
 
@@ -35,6 +46,11 @@ def draw(seed, shape=SHAPE):
     """Numbers of very different sizes, as gradients are."""
     rng = np.random.default_rng(seed)
     return (rng.standard_normal(shape) * 10 ** rng.uniform(-6, 0, shape)).astype(np.float32)
+
+
+def unpack(codes):
+    """One code a number of two a byte, the first in the upper half, as torchao packs them."""
+    return np.stack([np.asarray(codes) >> 4, np.asarray(codes) & 15], -1).reshape(SHAPE)
 
 
 @pytest.fixture(scope="module")
@@ -71,8 +87,31 @@ def test_every_number_takes_the_nearest_level(signed):
     np.testing.assert_array_equal(dequantize(found, signed)[0, 0], 0)
 
 
-def test_adamw_with_moments_in_8_bits_is_that_of_float64(adam8):
+@pytest.mark.parametrize("signed", [True, False])
+def test_codes_of_4_bits_are_those_of_torchao(signed):
+    np.testing.assert_allclose(
+        levels(signed, 4), QMAP_SIGNED if signed else QMAP_UNSIGNED, rtol=1e-6, atol=1e-9
+    )
+    x = draw(0)
+    x[0, 0], x[0, 1, ::3] = 0, 0
+    x = x if signed else np.abs(x)
+    found = jax.jit(quantize, static_argnums=(1, 2, 3))(x, signed, BLOCK, 4)
+    assert found.codes.shape == (2, 16, 128) and found.codes.dtype == jnp.uint8
+    codes, scales, values = search(x.astype(np.float64), signed, bits=4)
+    np.testing.assert_array_equal(found.scales, scales.astype(np.float32))
+    differs = unpack(found.codes) != codes  # only at a middle, within rounding
+    assert differs.mean() < 1e-3 and np.abs(unpack(found.codes) - codes.astype(int)).max() <= 1
+    read = np.asarray(dequantize(found, signed, 4))
+    np.testing.assert_allclose(read[~differs], values[~differs], rtol=1e-6)
+    np.testing.assert_array_equal(read[0, 0], 0)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_adamw_with_moments_in_8_or_4_bits_is_that_of_float64(adam8, bits):
     optimizer, update = adam8
+    if bits == 4:
+        optimizer = store_moments(optax.adamw(1e-2, **OPTIONS), "int4", block=BLOCK)
+        update = jax.jit(optimizer.update)
     params = {"w": jnp.asarray(draw(1))}
     state, exact = optimizer.init(params), draw(1).astype(np.float64)
     m = v = np.zeros(SHAPE)
@@ -83,12 +122,13 @@ def test_adamw_with_moments_in_8_bits_is_that_of_float64(adam8):
         m, v = 0.9 * m + 0.1 * grad, 0.999 * v + 0.001 * grad.astype(np.float64) ** 2
         rate = m / (1 - 0.9**step) / (np.sqrt(v / (1 - 0.999**step)) + 1e-8)
         exact = exact - 1e-2 * (rate + 0.1 * exact)
-        (m_codes, _, m), (v_codes, _, v) = search(m, True), search(v, False)
+        (m_codes, _, m), (v_codes, _, v) = search(m, True, bits=bits), search(v, False, bits=bits)
     own = state.inner[0]
     for stored, codes in ((own.mu["w"], m_codes), (own.nu["w"], v_codes)):
         assert isinstance(stored, QuantizedBlocks) and stored.codes.dtype == jnp.uint8
         # A number at a middle may take either level, and carries that on.
-        assert (np.asarray(stored.codes) != codes).mean() < 2e-3
+        read = np.asarray(stored.codes) if bits == 8 else unpack(stored.codes)
+        assert (read != codes).mean() < 2e-3
     # In float32; a step is long where a second moment is far below its block's largest.
     moved = np.abs(exact - draw(1)) + 1e-2
     assert (np.abs(np.asarray(params["w"]) - exact) / moved).max() < 1e-4
@@ -126,7 +166,10 @@ CUT = (2, 32, 128)
 @pytest.mark.parametrize(
     ("kind", "shape"),
     [("int8", SHAPE)]
-    + [pytest.param(*one, marks=pytest.mark.slow) for one in [("int8", CUT), ("bfloat16", SHAPE)]],
+    + [
+        pytest.param(*one, marks=pytest.mark.slow)
+        for one in [("int8", CUT), ("int4", SHAPE), ("int4", CUT), ("bfloat16", SHAPE)]
+    ],
 )
 def test_a_mesh_stores_the_very_bits_of_one_device(kind, shape, adam8):
     mesh = make_mesh(fsdp=2, tensor=2)
@@ -143,7 +186,7 @@ def test_a_mesh_stores_the_very_bits_of_one_device(kind, shape, adam8):
         _, one = alone(grads, one, values)
     for left, right in zip(jax.tree.leaves(many), jax.tree.leaves(one), strict=True):
         np.testing.assert_array_equal(np.asarray(left), np.asarray(right))
-    if kind == "int8":
+    if kind.startswith("int"):
         codes, scales = many.inner[0].nu["w"]
         assert codes.sharding.spec == place.spec
         held = 2 if shape == SHAPE else 1
@@ -164,7 +207,8 @@ PARAMS = {
 @pytest.mark.parametrize(
     ("name", "kind", "bytes_each"),
     [("adamw", "params", 8), ("adamw", "float32", 8), ("adamw", "bfloat16", 4)]
-    + [("adamw", "int8", None), ("lion", "int8", None), ("muon", "bfloat16", None)],
+    + [("adamw", "int8", None), ("lion", "int8", None), ("muon", "bfloat16", None)]
+    + [("adamw", "int4", None), ("schedule_free_adamw", "int4", None)],
 )
 def test_bytes_of_the_state_are_what_the_config_says(name, kind, bytes_each):
     place = NamedSharding(make_mesh(fsdp=2, tensor=2), PartitionSpec())
@@ -180,8 +224,11 @@ def test_bytes_of_the_state_are_what_the_config_says(name, kind, bytes_each):
     if bytes_each is None:
         packed = matrices + sizes["lm_head.embedding"]
         scales = matrices // 2 // 128 + (packed - matrices // 2) // 64
-        expected = packed + 4 * scales + 4 * (total - packed)
+        codes = packed // 2 if kind == "int4" else packed
+        expected = codes + 4 * scales + 4 * (total - packed)
         expected *= 2 if name == "adamw" else 1
+        if name == "schedule_free_adamw":  # one moment, and z in float32
+            expected += 4 * total
         if name == "muon":  # matrices have one moment, all else adamw's two
             one = matrices + sizes["stack.block.small.kernel"]
             expected = 2 * one + 4 * (total - one)
@@ -242,6 +289,28 @@ def test_moments_on_the_host_take_the_same_steps(tmp_path):
     read, _ = step(read, batch, {}, True)
     check(read.opt_state)
     assert bytes_per_device(shapes.opt_state) == bytes_per_device(found.opt_state)
+
+
+@pytest.mark.slow
+def test_torchao_adamw4bit_takes_the_same_steps():
+    torch = pytest.importorskip("torch")
+    torchao = pytest.importorskip("torchao.optim", reason="torchao is not installed")
+    rng = np.random.default_rng(0)
+    start = rng.standard_normal((64, 1024)).astype(np.float32)
+    theirs = torch.nn.Parameter(torch.tensor(start))
+    other = torchao.AdamW4bit([theirs], lr=1e-2, weight_decay=0.1, block_size=128)
+    optimizer = store_moments(optax.adamw(1e-2, **OPTIONS), "int4", block=128)
+    ours = {"w": jnp.asarray(start)}
+    state, update = optimizer.init(ours), jax.jit(optimizer.update)
+    for _ in range(20):
+        grad = rng.standard_normal(start.shape).astype(np.float32)
+        theirs.grad = torch.tensor(grad)
+        other.step()
+        updates, state = update({"w": grad}, state, ours)
+        ours = optax.apply_updates(ours, updates)
+    moved = np.abs(start - np.asarray(ours["w"])).mean()
+    apart = np.abs(theirs.detach().numpy() - np.asarray(ours["w"])).mean()
+    assert apart < 2e-3 * moved
 
 
 @pytest.mark.slow
