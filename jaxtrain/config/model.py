@@ -150,9 +150,10 @@ class OptimConfig(Section):
 
     name: Annotated[str, known_in("optimizers", OPTIMIZERS)] = "adamw"
     """adamw, adafactor, lion, muon (for weight matrices, with adamw for all else), sgd or
-    schedule_free_adamw, which averages its steps instead of decaying its rate; evaluations, rollouts
-    and exports use the average. Or a function that makes an optax transformation of the learning rate and `options`: an entry point's
-    name, "optax:adan", "package.module:function" or "file.py:function"."""
+    schedule_free_adamw, which averages its steps instead of decaying its rate; evaluations,
+    rollouts and exports use the average. Or a function that makes an optax transformation of the
+    learning rate and `options`: an entry point's name, "optax:adan", "package.module:function" or
+    "file.py:function"."""
     options: dict[str, Any] = {}
     """Of such a function: { b1 = 0.98, b2 = 0.92 } for "optax:adan"."""
     learning_rate: float = Field(1e-5, gt=0, le=1000)

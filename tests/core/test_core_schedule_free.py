@@ -27,7 +27,7 @@ OPTIM = {
 
 
 class Reference:
-    """AdamWScheduleFreeReference of the package schedulefree 1.4.1, line by line: one group each."""
+    """AdamWScheduleFreeReference of the package schedulefree 1.4.1, line by line."""
 
     def __init__(self, value, rate, decay):
         self.rate, self.decay, self.k, self.weight_sum, self.lr_max = rate, decay, 0, 0.0, -1.0
@@ -70,7 +70,7 @@ def test_twenty_steps_are_those_of_the_reference():
     for path, value in START.items():
         decay = 0.3 if path == "layers.mlp.up.kernel" else 0.0
         rates = [0.02, 0.06] if path in RATES else [0.02, 0.02]
-        twins[path] = [Reference(layer, *[rate, decay]) for layer, rate in zip(value, rates)]
+        twins[path] = list(map(Reference, value, rates, [decay, decay]))
     for step in range(20):
         params, state = move(params, state, step)
         for twin in [twin for layers in twins.values() for twin in layers]:
