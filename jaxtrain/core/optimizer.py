@@ -161,9 +161,10 @@ def average_steps(
         share = jnp.asarray(beta, jnp.float32)
         return AverageState(jnp.zeros((), jnp.int32), zero, zero, share, z, inner.init(params))
 
-    def update(updates: Any, state: AverageState, params: Any = None) -> tuple[Any, AverageState]:
-        moves, inner_state = inner.update(updates, state.inner, gradient_point(state, params))
-        moves = dict(moves)
+    def update(updates: Any, state: Any, params: Any = None) -> tuple[Any, AverageState]:
+        point: Any = gradient_point(state, params)
+        moved, inner_state = inner.update(updates, state.inner, point)
+        moves: Any = dict(moved)  # pyright: ignore[reportArgumentType]
         top = jnp.maximum(state.top_rate, schedule(state.count))
         total = state.weight_sum + top**2
         share = jnp.where(total > 0, top**2 / total, 0.0)
