@@ -89,10 +89,14 @@ def make_adapter(config, target=("all-linear",), full=(), ranks=None, **slot):
     return Adapter(slots, tuple(full))
 
 
-def our_logits(base, values, rebuild, tokens):
+@jax.jit
+def logits_of(model):
+    return model.logits(model.hidden(pack([[row] for row in TOKENS], 30)).hidden)
+
+
+def our_logits(base, values, rebuild):
     params = split_model(loading.load(base))[0]
-    model = rebuild({**params, **values})
-    return np.asarray(model.logits(model.hidden(pack([[row] for row in tokens], 30)).hidden))
+    return np.asarray(logits_of(rebuild({**params, **values})))
 
 
 def write_case(tmp_path, case, name="qwen3"):
@@ -130,11 +134,10 @@ def test_peft_loads_what_we_write(case, name, tmp_path):
     model = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     with torch.no_grad():
         expected = model(torch.from_numpy(TOKENS).long()).logits.numpy()
-    actual_values = our_logits(tmp_path / "base", values, rebuild, TOKENS)
+    actual_values = our_logits(tmp_path / "base", values, rebuild)
     # fp32 sums in another order.
     assert np.abs(actual_values - expected).max() < 1e-4 * np.abs(expected).max()
-    plain = loading.load(tmp_path / "base")
-    plain = np.asarray(plain.logits(plain.hidden(pack([[row] for row in TOKENS], 30)).hidden))
+    plain = np.asarray(logits_of(loading.load(tmp_path / "base")))
     assert np.abs(plain - expected).max() > 0.1 * np.abs(expected).max()
 
 
@@ -171,7 +174,7 @@ def test_recurrent_layers_go_to_peft_and_come_back(name, target, tmp_path):
     write_peft(values, config, adapter, tmp_path / "ours", str(tmp_path / "base"))
     base = load(tmp_path / "base", attn_implementation="eager")
     model = peft.PeftModel.from_pretrained(base, str(tmp_path / "ours"))
-    assert_same(our_logits(tmp_path / "base", values, rebuild, TOKENS), run(model))
+    assert_same(our_logits(tmp_path / "base", values, rebuild), run(model))
 
     payload = json.loads((tmp_path / "ours" / "adapter_config.json").read_text())
     settings = peft.LoraConfig(
@@ -186,7 +189,7 @@ def test_recurrent_layers_go_to_peft_and_come_back(name, target, tmp_path):
     again = read_adapter(tmp_path / "theirs", config, "float32")
     shapes, _, rebuild = make_params(config, again)
     loaded = load_trained(shapes, config, again)
-    assert_same(our_logits(tmp_path / "base", loaded, rebuild, TOKENS), run(model))
+    assert_same(our_logits(tmp_path / "base", loaded, rebuild), run(model))
     merge_adapter(tmp_path / "base", tmp_path / "theirs", tmp_path / "merged")
     assert_same(run(load(tmp_path / "merged", attn_implementation="eager")), run(model))
 
@@ -215,14 +218,13 @@ def test_pairs_of_two_matrices_are_one_of_pefts(target, slot, tmp_path):
     with torch.no_grad():
         expected = model(torch.from_numpy(TOKENS).long()).logits.numpy()
     close = 1e-4 * np.abs(expected).max()
-    assert np.abs(our_logits(tmp_path / "base", values, rebuild, TOKENS) - expected).max() < close
+    assert np.abs(our_logits(tmp_path / "base", values, rebuild) - expected).max() < close
     again = read_adapter(tmp_path / "adapter", config, "float32")
     shapes, _, rebuild = make_params(config, again)
     loaded = load_trained(shapes, config, again)
-    assert np.abs(our_logits(tmp_path / "base", loaded, rebuild, TOKENS) - expected).max() < close
+    assert np.abs(our_logits(tmp_path / "base", loaded, rebuild) - expected).max() < close
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "merged")
-    merged = loading.load(tmp_path / "merged")
-    merged = np.asarray(merged.logits(merged.hidden(pack([[row] for row in TOKENS], 30)).hidden))
+    merged = np.asarray(logits_of(loading.load(tmp_path / "merged")))
     assert np.abs(merged - expected).max() < close
 
 
@@ -309,7 +311,7 @@ def test_we_load_what_peft_writes(dora, tmp_path):
     adapter = read_adapter(tmp_path / "adapter", config, "float32")
     shapes, _, rebuild = make_params(config, adapter)
     values = load_trained(shapes, config, adapter)
-    actual_values = our_logits(tmp_path / "base", values, rebuild, TOKENS)
+    actual_values = our_logits(tmp_path / "base", values, rebuild)
     assert np.abs(actual_values - expected).max() < 1e-4 * np.abs(expected).max()
 
 
@@ -333,9 +335,8 @@ def test_merged_equals_unmerged(case, name, tmp_path):
     _, _, values, rebuild = write_case(tmp_path, case, name)
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out", max_shard_bytes=20_000)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1, "shard by shard"
-    merged = loading.load(tmp_path / "out")
-    logits = np.asarray(merged.logits(merged.hidden(pack([[row] for row in TOKENS], 30)).hidden))
-    actual_values = our_logits(tmp_path / "base", values, rebuild, TOKENS)
+    logits = np.asarray(logits_of(loading.load(tmp_path / "out")))
+    actual_values = our_logits(tmp_path / "base", values, rebuild)
     # fp32 sums in another order.
     assert np.abs(logits - actual_values).max() < 1e-4 * np.abs(actual_values).max()
 
