@@ -98,6 +98,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 def test_packed_experts_compute_what_their_unpacked_matrices_do(kind):
     mesh = make_mesh(jax.devices()[:1])
@@ -180,6 +181,7 @@ MERGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_moe",))]
 )

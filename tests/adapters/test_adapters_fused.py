@@ -81,6 +81,7 @@ def fuse(folder, name):
     return fused
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("granitemoe", marks=pytest.mark.slow)])
 def test_a_run_and_its_merged_folder_have_the_tensors_of_bitsandbytes(name, tmp_path):
     config = families.config_from_hf(BASES[name])

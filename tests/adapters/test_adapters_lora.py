@@ -168,6 +168,7 @@ def meshed_batch():
     return regroup(documents_batch(), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("sizes", "dora"),
     [

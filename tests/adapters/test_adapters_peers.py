@@ -34,6 +34,7 @@ def benchmarks():
             del sys.modules[name]
 
 
+@pytest.mark.slow
 def test_pytorchs_experts_in_nf4_have_our_loss_and_gradients(benchmarks, tmp_path):
     import torch
     import transformers

@@ -61,6 +61,7 @@ def assert_close(actual, expected, plain):
     assert np.abs(plain - expected).max() > 0.05 * np.abs(expected).max()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "target"),
     [

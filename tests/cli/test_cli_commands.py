@@ -247,6 +247,7 @@ def test_dry_run_allocates_and_writes_nothing(config, tmp_path, capsys):
     assert not folder.exists()
 
 
+@pytest.mark.slow
 def test_dry_run_estimates_steps_on_other_devices(config, capsys):
     words = ("--config", config, "--dry-run", "model.compute_dtype=bfloat16")
     assert run(*words, "--on", "h200:16", "parallel.tensor=2") == 0

@@ -103,6 +103,7 @@ def test_any_error_after_a_step_saves_first(sft, whole, tmp_path, monkeypatch, c
     assert_same(folder, whole)
 
 
+@pytest.mark.slow
 def test_a_bad_step_is_not_part_of_what_is_saved(sft, whole, tmp_path, monkeypatch, capsys):
     """The step after it was dispatched already when its numbers are read."""
     folder, calls = tmp_path / "run", [0]
@@ -124,6 +125,7 @@ def test_a_bad_step_is_not_part_of_what_is_saved(sft, whole, tmp_path, monkeypat
     assert_same(folder, whole)
 
 
+@pytest.mark.slow
 def test_checkpoints_by_time_and_a_save_that_fails_hides_no_error(
     sft, tmp_path, monkeypatch, capsys
 ):

@@ -107,6 +107,7 @@ def test_accumulation_equals_the_large_batch(microsteps):
     assert split_out.micro_loss.shape == (microsteps,)
 
 
+@pytest.mark.slow
 def test_a_mesh_equals_one_device():
     batch = regroup(documents_batch(), 2)
     one, one_out = run_step(batch, optimizer=ADAM)

@@ -479,6 +479,7 @@ def test_calculator_pairs(tokenizer):
     assert all(answer.weights.all() for answer in ranked.answers)
 
 
+@pytest.mark.slow
 def test_a_real_set():
     """The 299 pairs of LLaMA-Factory's demo under Qwen2's tokenizer."""
     if not (DATA / "preference_dpo_en.jsonl").is_file():

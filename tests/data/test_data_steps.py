@@ -139,6 +139,7 @@ def test_resume_continues_with_the_identical_next_batch(kind, changes):
         resumed.close()
 
 
+@pytest.mark.slow
 def test_workers_give_the_same_batches_and_take_over_each_others_cursor():
     alone = open_source(make_parts(), make_data())
     with_workers = open_source(make_parts(), make_data(num_workers=2))

@@ -167,6 +167,7 @@ def test_an_error_of_one_process_names_it():
     assert [line["quit"] for line in messages] == [1, 2, 1]
 
 
+@pytest.mark.slow
 def test_silent_processes_and_those_missing_at_a_barrier_are_named():
     async def scene(hub, clients, port):
         for client in clients[:2]:

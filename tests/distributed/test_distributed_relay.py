@@ -45,6 +45,7 @@ def pester(port: int, ended: threading.Event) -> int:
     return count
 
 
+@pytest.mark.slow
 def test_values_and_parameters_are_shared_despite_strangers_at_the_hub(tmp_path):
     ended = threading.Event()
     environ = {

@@ -27,6 +27,7 @@ def list_texts(svg: str) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg)
 
 
+@pytest.mark.slow
 def test_pictures_show_the_committed_results(pictures, tmp_path):
     """Their words and numbers are those that the script draws now."""
     drawings, write_svg = pictures

@@ -51,6 +51,7 @@ def run(sampler, requests):
     return ended, steps
 
 
+@pytest.mark.slow
 def test_rows_are_filled_again_and_answers_do_not_know(models):
     rng = np.random.default_rng(0)
     alone, together = open_sampler(models[0], max_batch=1), open_sampler(models[0], max_batch=4)
@@ -169,6 +170,7 @@ def test_sizes():
     assert find_end(requests, 0) == 2 and find_end(requests, 2) == 3
 
 
+@pytest.mark.slow
 def test_turns_meet_and_a_cancelled_coroutine_lets_go(models):
     """Coroutines of several turns through the engine, one of them cancelled on the way."""
     engine = LocalEngine(open_sampler(None, mesh=make_mesh(jax.devices()[:1])))

@@ -69,6 +69,7 @@ def make_eagle3():
     return build.init(families.config_from_hf({**raw, **local_value, "eagle_config": layers}), 1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["dflash", "eagle3"])
 def test_answers_do_not_depend_on_a_draft(folders, family):
     target = unstack(loading.load(folders[0]))

@@ -117,6 +117,7 @@ def test_a_server_that_hangs_over_an_adapter(step, tmp_path):
     require_named_and_dropped(output, fakes[0], step, step if "unload" in step else "weight sync")
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_as_a_whole_while_it_draws():
     """No route answers any more, as in a stopped process."""
     fakes = [FakeVllm(), FakeVllm()]

@@ -41,6 +41,7 @@ def test_the_shape_of_a_record_leaves_dense_layers_out():
     assert RouteShape((0,), 8, 256).dtype == np.uint16
 
 
+@pytest.mark.slow
 def test_the_sampler_records_what_the_full_forward_does(model):
     """Prompts that share a batch, are read once or wait for a row; answers over several chunks."""
     sampler = LocalSampler(model, (), max_len=128, max_batch=2, routes=SHAPE)

@@ -99,6 +99,7 @@ def check_same(actual, expected):
         np.testing.assert_allclose(entry.logprobs, second.logprobs, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_answers_are_those_of_plain_decoding(models, plain):
     """Greedy and sampled rows share batches of which rows end within cycles and are filled again;
     a guess is right now and then."""

@@ -139,6 +139,7 @@ def test_a_resumed_run_evaluates_as_the_run_that_was_never_stopped(trained, plac
     assert read_evals(parts) == read_evals(full)
 
 
+@pytest.mark.slow
 def test_rewards_may_come_late_to_a_run_that_does_not_train_on_them(place, tmp_path):
     config = place / "sft.toml"
     words = ("--config", config, f"run.output_dir={tmp_path}", "optim.lr_scheduler=constant")

@@ -123,6 +123,7 @@ def test_a_cache_is_exact_where_the_rest_of_the_text_cannot_change(models):
         np.testing.assert_allclose(entry.logprobs, second.logprobs, atol=2e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("length", "shift"),
     [

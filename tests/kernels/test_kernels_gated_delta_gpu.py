@@ -74,6 +74,7 @@ def test_interpreted_outputs(order, gates):
     assert not actual[0][:, used:].any()
 
 
+@pytest.mark.slow
 def test_interpreted_inverses_where_keys_repeat():
     """T to the rounding of its bfloat16, beside float64: powers of A would have overflowed."""
     inputs, options = draw("tree", "hard")

@@ -117,6 +117,7 @@ def test_the_layers_linears_take_it_and_nothing_else_does():
         use_fp8(build.abstract(families.config_from_hf(TINY | {"hidden_size": 24})), Fp8Product())
 
 
+@pytest.mark.slow
 def test_on_a_mesh_and_in_decoding():
     """A run's own model: sharded it multiplies the same numbers; unstacked, as samplers have it, in
     its own dtype again."""

@@ -183,6 +183,7 @@ def test_draws_follow_the_distribution():
     assert ((counts - expected) ** 2 / expected).sum() < 40
 
 
+@pytest.mark.slow
 def test_the_loss_is_that_of_blocks_decoded_alone():
     """REINFORCE over every drawn token with its own block's advantage and its own predecessor, and
     the documents' likelihood counted once, whatever the number of samples; the gradient reaches

@@ -146,6 +146,7 @@ def test_a_run_from_other_devices_resumes_exactly(folder):
     compare(again, completed, rtol=0)
 
 
+@pytest.mark.slow
 def test_states_from_disk_train_the_same(folder, from_step, states):
     compare(run(folder, "disk", *on_disk(folder)), from_step)
 

@@ -131,6 +131,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("targets", KINDS, ids=lambda t: t.kind)
 def test_loss_and_gradients_equal_the_formulas(draft_pair, targets):
     """Three documents in two padded rows, against each alone; 1e-9 in float64."""
@@ -213,6 +214,7 @@ def make_tree(seed=7):
     return Batch(*fields, weights=weights), branches
 
 
+@pytest.mark.slow
 def test_tree_equals_its_branches(draft_pair):
     """Over both choices at both forks, by their odds: the sum over the three branches alone."""
     target, draft = draft_pair

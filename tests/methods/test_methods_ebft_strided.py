@@ -104,6 +104,7 @@ def test_advantages_lie_on_the_tokens_of_their_own_draw(single_device):
     assert np.allclose(spread, values[drawn].std(), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_rows_without_blocks_change_nothing():
     """No denominator of 0, gradients of exactly 0 everywhere, nothing that is not finite."""
     short = [[(6, 0)], [(5, 3)]]

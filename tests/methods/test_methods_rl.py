@@ -83,6 +83,7 @@ def test_the_reward_of_a_toy_task_rises(config, tmp_path):
     assert samples[0]["rewards"] == {"even": samples[0]["reward"]}
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_run_that_was_never_stopped(config, tmp_path):
     options = ("checkpoint.every=2", "optim.name=sgd")
     completed = run(config, tmp_path / "whole", *options)
@@ -161,6 +162,7 @@ def test_the_local_engine_works_ahead_on_devices_of_its_own(config, tmp_path):
     assert lines[-1]["sampling/sampling_logp_difference/max"] > 1e-3
 
 
+@pytest.mark.slow
 def test_minibatches_and_iterations_are_steps_under_one_version(config, tmp_path):
     lines = run(
         config,

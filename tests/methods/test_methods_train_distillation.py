@@ -91,6 +91,7 @@ def test_a_teacher_that_reads_other_tokens_is_refused(tmp_path, monkeypatch):
         make_task(load(tmp_path, TASK, TEACHER.replace("embeddings = 512", "embeddings = 256")))
 
 
+@pytest.mark.slow
 def test_a_tree_has_the_loss_and_gradients_of_its_branches(tmp_path):
     """A prompt with two answers packed once against two flat rows, in float64, with tables padded
     to different sizes; metrics tell own tokens from given ones."""

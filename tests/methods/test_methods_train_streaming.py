@@ -48,6 +48,7 @@ def asked(folder) -> list[int]:
     return [int(line) for line in (folder / "asked.txt").read_text().split()]
 
 
+@pytest.mark.slow
 def test_the_first_minibatch_is_trained_before_the_last_answers_come(config, tmp_path):
     """Prompts 3 and 5 of the rounds 0-3 and 4-7 wait for the first step of their round."""
     lines = run(config, tmp_path / "run", {3: 1, 5: 3}, "optim.learning_rate=0.5")
@@ -67,6 +68,7 @@ def test_the_first_minibatch_is_trained_before_the_last_answers_come(config, tmp
     assert {sample["step"] for sample in samples} == {2, 4} and len(samples) == 4
 
 
+@pytest.mark.slow
 def test_a_run_that_is_stopped_within_a_round_trains_the_rest_of_it_later(config, tmp_path):
     folder = tmp_path / "run"
     lines = run(config, folder, {7: 3}, stop_at=7)

@@ -58,10 +58,12 @@ def test_shared_prompts_equal_flat_rows(monkeypatch):
     labels.test_a_group_tree_is_its_flat_rows("token", labels.make_groups)
 
 
+@pytest.mark.slow
 def test_prefill_and_steps_equal_full_forward():
     check_decoding({**SIZES, **TOY})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "raw",
     [TOY, RAW["mistral"], pytest.param(RAW["qwen3_5"], marks=pytest.mark.slow)],

@@ -212,6 +212,7 @@ def test_a_model_to_decode_with_has_its_kernels_joined():
         assert all(entry.kernel.fused is None for entry in peers)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scan", [True, False])
 def test_kernels_that_training_rounds_lie_side_by_side(scan, monkeypatch):
     """Loss and gradients are those of kernels apart, and the masters' gradients stay their own."""

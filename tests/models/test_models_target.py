@@ -53,6 +53,7 @@ def plain():
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "placed",
     [

@@ -14,6 +14,7 @@ from watching import Watching, watch
 REPO = Path(__file__).parents[2]
 
 
+@pytest.mark.slow
 def test_the_dashboard_follows_a_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     run = tmp_path / "runs" / "agent"

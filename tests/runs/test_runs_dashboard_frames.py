@@ -69,6 +69,7 @@ def test_every_size_has_its_picture(tmp_path):
     watch(write_two(tmp_path), script)
 
 
+@pytest.mark.slow
 def test_keys_do_what_the_help_says(tmp_path):
     async def script(watching: Watching) -> None:
         press, app = watching.press, watching.app
@@ -110,6 +111,7 @@ def test_any_keys_leave_a_picture(tmp_path):
     watch(write_two(tmp_path), script, (80, 24))
 
 
+@pytest.mark.slow
 def test_untrusted_texts_stay_texts(tmp_path):
     paths = write_two(tmp_path)
     write_lines(paths[0] / "samples.jsonl", [HOSTILE], "a")
