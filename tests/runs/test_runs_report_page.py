@@ -150,15 +150,22 @@ def test_in_a_browser(tmp_path):
             texts = await page.run("[...document.querySelectorAll('pre')].map(p => p.textContent)")
             assert any("<script>alert(1)</script>" in text and "[/nope]" in text for text in texts)
             assert await page.run("document.querySelectorAll('main script').length") == 0
+            # The legend is beside the pointer, in its chart alone, with each run's value there.
+            box = "(b => [b.x, b.y, b.width, b.height])"
+            box += "(document.querySelector('.card .u-over').getBoundingClientRect())"
+            x, y, width, height = await page.run(box)
+            await page.call(
+                "Input.dispatchMouseEvent", type="mouseMoved", x=x + width / 4, y=y + height / 2
+            )
+            legends = "[...document.querySelectorAll('.legend:not(.hidden)')].map(e => e.innerText)"
+            (legend,) = await page.run(legends)
+            assert re.fullmatch(r"step [12]\d\n a 0\.[12]\n b 0\.[12]", legend), legend
             # Dragging in one chart zooms all of them; a double click shows the whole again.
             ends = (
                 "[...document.querySelectorAll('.charts:not(.hardware) .card')].filter(c => c.plot)"
             )
             ends += ".map(c => [c.plot.scales.x.min, c.plot.scales.x.max])"
             assert {tuple(end) for end in await page.run(ends)} == {(1, 90)}
-            box = "(b => [b.x, b.y, b.width, b.height])"
-            box += "(document.querySelector('.card .u-over').getBoundingClientRect())"
-            x, y, width, height = await page.run(box)
             await page.drag(x + width / 4, y + height / 2, x + width / 2)
             zoomed = {tuple(round(v) for v in end) for end in await page.run(ends)}
             assert len(zoomed) == 1 and 15 < min(zoomed)[0] < 30 and 40 < min(zoomed)[1] < 55

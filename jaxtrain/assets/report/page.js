@@ -22,9 +22,9 @@
     }
     return element;
   };
-  const dot = (i) => {
+  const dot = (color) => {
     const element = make("span", { class: "dot" });
-    element.style.background = color(i);
+    element.style.background = color;
     return element;
   };
   const tell = (value) => {
@@ -96,6 +96,7 @@
     const place = (value) => kind === "time" || kind === "seconds" ? duration(value)
       : kind === "tokens" && value >= 1e6 ? `${tell(value / 1e6)}M` : tell(value);
     const positive = joined.slice(1).some((values) => values.some((value) => value > 0));
+    const legend = make("div", { class: "legend hidden" });
     const plot = new uPlot({
       width: Math.max(card.clientWidth - 22, 200),
       height: card.classList.contains("wide") ? 480 : 190,
@@ -110,10 +111,18 @@
       hooks: {
         setSelect: [(u) => { zoomed = zoomed || (u.select.width > 0 && kind !== "seconds"); }],
         setCursor: [(u) => {
-          const index = u.cursor.idx;
-          const told = index === null || index === undefined ? series.map((one) => one.last)
-            : series.map((one, i) => nearest(u.data[i + 1], index));
-          card.querySelector(".value").textContent = told.map(tell).join("  ");
+          const index = u.cursor.idx, outside = index === null || index === undefined;
+          const values = series.map((one, i) => outside ? one.last : nearest(u.data[i + 1], index));
+          card.querySelector(".value").textContent = values.map(tell).join("  ");
+          // The cursor moves in every chart at once; the legend is beside the pointer's.
+          legend.classList.toggle("hidden", outside || !u.over.matches(":hover"));
+          if (outside) return;
+          legend.replaceChildren(make("div", { class: "soft" }, `${kind === "seconds" ? "time" : kind} ${place(u.data[0][index])}`),
+            ...series.map((one, i) => make("div", {}, dot(one.color), ` ${one.name} `, make("b", {}, tell(values[i])))));
+          const { left, top } = u.cursor, right = left > u.over.clientWidth / 2;
+          legend.style.left = right ? "" : `${left + 12}px`;
+          legend.style.right = right ? `${u.over.clientWidth - left + 12}px` : "";
+          legend.style.top = `${Math.max(0, Math.min(top, u.over.clientHeight - legend.offsetHeight))}px`;
         }],
         setScale: [(u, name) => {
           if (name !== "x" || u.quiet || kind === "seconds" || !u.ready) return;
@@ -127,6 +136,7 @@
         ready: [(u) => { u.ready = true; }],
       },
     }, joined, card);
+    plot.over.append(legend);
     plot.kind = kind;
     card.plot = plot;
     return plot;
@@ -154,14 +164,14 @@
       const name = card.metric, fits = !pattern || pattern.test(name);
       const series = data.runs.map((run, i) => ({ run, i }))
         .filter(({ run, i }) => chosen.shown[i] && Object.hasOwn(run.curves, name))
-        .map(({ run, i }) => ({ points: prepare(run, run.curves[name], chosen.x), color: color(i), last: run.last[name] }));
+        .map(({ run, i }) => ({ points: prepare(run, run.curves[name], chosen.x), color: color(i), name: run.name, last: run.last[name] }));
       card.classList.toggle("hidden", !fits || !series.length);
       card.classList.toggle("wide", wide === name);
       card.querySelector(".value").textContent = series.map((one) => tell(one.last)).join("  ");
       if (fits && series.length) plots.push(draw(card, series, chosen.x));
     }
     for (const card of document.querySelectorAll(".hardware .card"))
-      plots.push(draw(card, [{ points: card.points, color: color(card.place), last: card.points[1].at(-1) }], "seconds"));
+      plots.push(draw(card, [{ points: card.points, color: color(card.place), name: card.run, last: card.points[1].at(-1) }], "seconds"));
     document.documentElement.dataset.ready = String(plots.length);
   };
   const card = (name, properties = {}) => Object.assign(make("div", { class: "card" },
@@ -186,7 +196,7 @@
         ["step", "time", "tokens"].map((value) => make("option", { value }, value)))),
       data.runs.length > 1 ? data.runs.map((run, i) => make("label", {}, make("input", {
         type: "checkbox", checked: true, oninput: (e) => { chosen.shown[i] = e.target.checked; redraw(); },
-      }), dot(i), run.name)) : null,
+      }), dot(color(i)), run.name)) : null,
       make("span", { class: "soft" }, "drag: zoom all, double click: whole, click a title: large"));
     section("Charts", bar, grid);
     for (const name of data.charts) grid.append(card(name, { metric: name }));
@@ -195,7 +205,7 @@
   section("Runs", table(
     ["", "run", "state", "method", "model", "devices", "step", "time", "best", "", "newest", "tok/s/device", "MFU"],
     data.runs.map((run, i) => [
-      dot(i), run.path, make("span", { class: mark[run.state] ?? "" }, `${run.state} ${run.message}`),
+      dot(color(i)), run.path, make("span", { class: mark[run.state] ?? "" }, `${run.state} ${run.message}`),
       run.task, run.model, run.devices, `${tell(run.step)}/${tell(run.total_steps)}`, duration(run.seconds),
       run.best ? `${run.best.metric}` : "", run.best ? `${tell(run.best.value)} at ${tell(run.best.step)}` : "",
       run.best ? tell(run.last[run.best.metric]) : "",
@@ -225,13 +235,13 @@
   if (data.runs.some((run) => run.samples.length)) {
     section("Samples");
     data.runs.forEach((run, i) => run.samples.forEach((step, place) => main.append(make("details",
-      { open: i === 0 && place === 0 }, make("summary", {}, dot(i), ` ${run.name}, step ${tell(step.step)}: best and worst`),
+      { open: i === 0 && place === 0 }, make("summary", {}, dot(color(i)), ` ${run.name}, step ${tell(step.step)}: best and worst`),
       step.samples.map(sample)))));
   }
 
   // ---- configs
   const value = (run, key) => Object.hasOwn(run.config, key) ? JSON.stringify(run.config[key]) : "–";
-  const heads = () => ["key", ...data.runs.map((run, i) => make("span", {}, dot(i), ` ${run.name}`))];
+  const heads = () => ["key", ...data.runs.map((run, i) => make("span", {}, dot(color(i)), ` ${run.name}`))];
   if (data.runs.length > 1) section("Config: what differs", data.differing.length
     ? table(heads(), data.differing.map((key) => [key, ...data.runs.map((run) => value(run, key))]))
     : make("p", {}, "nothing"));
@@ -241,13 +251,13 @@
 
   // ---- starts, warnings, hardware
   section("Starts", table(["", "time", "host", "devices", "command", "versions"],
-    data.runs.flatMap((run, i) => run.attempts.map((one) => [dot(i), one.time, one.host, one.devices,
+    data.runs.flatMap((run, i) => run.attempts.map((one) => [dot(color(i)), one.time, one.host, one.devices,
       make("pre", {}, one.command), Object.entries(one.versions).map(([name, version]) => `${name} ${version}`).join(", ")]))));
   const warned = data.runs.filter((run) => run.warnings.length);
   if (warned.length) section("Warnings", warned.map((run) => make("details", { open: run.warnings.length < 8 },
     make("summary", {}, `${run.name}: ${run.warnings.length}`), make("pre", {}, run.warnings.join("\n")))));
   const measured = data.runs.flatMap((run, i) => Object.entries(run.hardware).map(([name, points]) =>
-    card(data.runs.length > 1 ? `${run.name}: ${name}` : name, { points, place: i })));
+    card(data.runs.length > 1 ? `${run.name}: ${name}` : name, { points, place: i, run: run.name })));
   if (measured.length) section("Hardware", make("div", { class: "charts hardware" }, measured));
 
   redraw();
