@@ -137,6 +137,24 @@ def summarize_seconds(seconds: list[float]) -> dict[str, float]:
     return {"step_s": middle, "step_s_min": min(seconds), "step_s_max": max(seconds)}
 
 
+def compile_step(step, state, batch, frozen=None, options=None):
+    """Compile a `core.step.TrainStep` for a batch on the devices ahead of time.
+
+    Returns (what makes the step, its largest program). Of several microsteps the programs of the
+    step itself are compiled at its first call; the one that is returned is a copy of the largest.
+    """
+    frozen = frozen or {}
+    if batch.tokens.shape[0] == 1:
+        program = step.single.lower(state, batch, frozen).compile(compiler_options=options)
+        return program, program
+    from jaxtrain.core.step import take_micro
+
+    assert not options, "compiler options: for steps of one microstep"
+    micro = take_micro(batch._replace(denoms={}), 0)
+    start, add_micro = step.open(state.params, frozen, micro, state.step)
+    return step, add_micro.lower(start(), state.params, frozen, micro, state.step).compile()
+
+
 def planned_gib(compiled) -> float:
     """Return what a compiled program allocates per device: arguments, outputs and temporaries."""
     memory = compiled.memory_analysis()

@@ -6,6 +6,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from harness import compile_step
+
 from jaxtrain.batch import Batch
 from jaxtrain.config.load import validate_config
 from jaxtrain.core.optimizer import build_optimizer, build_schedule
@@ -56,7 +58,7 @@ class TaskStep:
         """Compile the step for a batch and return (the program, the batch on the devices)."""
         with jax.set_mesh(self.mesh):
             placed, start = feed(ready, self.mesh), time.perf_counter()
-            compiled = self.step.lower(self.state, placed, self.frozen).compile()
+            compiled, _ = compile_step(self.step, self.state, placed, self.frozen)
         self.compile_s = time.perf_counter() - start
         return compiled, placed
 

@@ -37,6 +37,7 @@ import jax
 from harness import (
     Table,
     command_line,
+    compile_step,
     describe_devices,
     draw_bars,
     make_parser,
@@ -165,10 +166,12 @@ class Program:
             grad_norm = optim.max_grad_norm
             step = make_step(self.rebuild, loss, {"nll": 1.0}, self.optimizer, grad_norm)
             self.state, self.placed = abstract_state(trained, self.optimizer), None
-            lowered = step.lower(self.state, feed(self.batch, self.mesh), self.frozen)
+            placed = feed(self.batch, self.mesh)
             flags = {name: SWITCH.get(value, value) for name, value in setting.flags}
             start = time.perf_counter()
-            self.compiled = lowered.compile(compiler_options=flags or None)
+            self.step, self.compiled = compile_step(
+                step, self.state, placed, self.frozen, flags or None
+            )
             self.compile_s = time.perf_counter() - start
 
     def open(self) -> None:
@@ -181,7 +184,7 @@ class Program:
     def run(self):
         """Run one step and return its output."""
         with jax.set_mesh(self.mesh):
-            self.state, output = self.compiled(self.state, self.placed, self.frozen)
+            self.state, output = self.step(self.state, self.placed, self.frozen)
         return output
 
     def measure(self, timed: int | None = None) -> dict:

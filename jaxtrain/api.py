@@ -55,17 +55,27 @@ class Model:
     """A model with its weights on the devices."""
 
     def __init__(
-        self, name: str | os.PathLike, overrides: Sequence[str] = (), *, several: bool = False
+        self,
+        name: str | os.PathLike,
+        overrides: Sequence[str] = (),
+        *,
+        several: bool = False,
+        own_dtype: bool = False,
     ):
         """name: as above. several: open all policies of a run that trained several as `policies`;
         methods without a policy use the first one. overrides: "section.key=value" as on
         the command line, such as "model.compute_dtype=bfloat16" (a folder is computed in float32, a
-        run as it trained).
+        run as it trained). own_dtype: a folder is computed in its own dtype.
 
         Raises UserError for a name that is no model, and for a damaged one.
         """
         self.name = os.fspath(name)
-        trained = open_trained(os.path.expanduser(self.name), list(overrides), all_policies=several)
+        trained = open_trained(
+            os.path.expanduser(self.name),
+            list(overrides),
+            all_policies=several,
+            own_dtype=own_dtype,
+        )
         self.config, self.snapshot, self.policies = (
             trained.config,
             trained.snapshot,

@@ -86,7 +86,7 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
         config.data.micro_batch_size * row_shards(parts.mesh),
         task.prepared_length(task.data.row_tokens),
     )
-    jax.eval_shape(step, state, abstract_batch(task, (microsteps, rows, length)), frozen)
+    jax.eval_shape(step.single, state, abstract_batch(task, (1, rows, length)), frozen)
 
     weights, slots = bytes_per_device(params), bytes_per_device(state.opt_state)
     away, slots = (slots, 0) if config.optim.offload else (0, slots)

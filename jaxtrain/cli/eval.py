@@ -76,9 +76,11 @@ def evaluate_command(
     log = print if is_main_process() else silent
     if run is not None:
         require_data(read_run(run, overrides))
-        opened = open_trained(str(run), overrides, all_roles=True, all_policies=True)
+        opened = open_trained(
+            str(run), overrides, all_roles=True, all_policies=True, own_dtype=True
+        )
         config, task, snapshot, policies = opened
-        log(f"{run}, step {snapshot.step}")
+        log(f"{run}, step {snapshot.step}, computing in {config.model.compute_dtype}")
     else:
         assert config_path is not None, "the command line gives one of the two"
         config = alone(load_config(config_path, overrides))

@@ -123,8 +123,12 @@ class AnswerWriter:
         section env's environment, with all policies."""
         env_overrides = [word for word in overrides if word.startswith(ENV_KEYS)]
         model_overrides = [word for word in overrides if word not in env_overrides]
-        self.model = Model(name, model_overrides, several=acts)
+        self.model = Model(name, model_overrides, several=acts, own_dtype=True)
         config = self.model.config
+        print(
+            f"note: computing in {config.model.compute_dtype}; model.compute_dtype=... changes it",
+            file=sys.stderr,
+        )
         sections = read_sections(config, env_overrides, name)
         self.tokenizer = self.model.tokenizer
         self.raw = raw

@@ -17,7 +17,6 @@ from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.optimizer import build_schedule
 from jaxtrain.core.roles import Models, ModelSnapshot, Role, Roles, open_optimizer, prefix
 from jaxtrain.core.step import State, StepOutput, abstract_state, init_state, make_step
-from jaxtrain.distributed.feed import feed
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,6 +73,5 @@ class AuxiliaryModel:
         process. A non-finite step changes nothing."""
         # An argument of the compiled step, as these weights change every round.
         frozen = prefix(self.learner.teacher, teacher.params())
-        placed = feed(batch, self.roles.bundle.mesh)
-        self.state, output = self.run_step(self.state, placed, frozen)
+        self.state, output = self.run_step(self.state, batch, frozen)
         return output

@@ -12,7 +12,6 @@ from jaxtrain.config import Config
 from jaxtrain.core.run import OpenAnswers, Run, open_run
 from jaxtrain.core.run_end import finish, report_stop
 from jaxtrain.core.task import Task
-from jaxtrain.distributed.feed import feed
 from jaxtrain.distributed.processes import peers
 from jaxtrain.errors import Interrupted
 
@@ -99,7 +98,7 @@ def train_step(run: Run, batch: Batch, metrics: dict[str, float]) -> None:
     session = run.session
     run.hooks.on_batch(batch)
     with session.phase("running a step (a new shape compiles first)"):
-        output = session.update(feed(batch, session.bundle.mesh))
+        output = session.update(batch)
         # Within the phase: hooks read the step before, which waits for the devices.
         run.hooks.on_step(batch, output, metrics)
 

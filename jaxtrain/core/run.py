@@ -20,6 +20,8 @@ from jaxtrain.core.session import Session, open_session, start_state
 from jaxtrain.core.step_reports import StepReports
 from jaxtrain.core.task import Task
 from jaxtrain.core.weights import count_weights
+from jaxtrain.distributed.compile_cache import CompileCounter
+from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.distributed.processes import peers
 from jaxtrain.runs.checkpoint import Checkpoints
@@ -42,6 +44,7 @@ class Run(NamedTuple):
     sinks: Sinks
     watchdog: Watchdog
     observers: Any
+    compiled: CompileCounter
 
 
 @contextmanager
@@ -54,6 +57,7 @@ def open_run(
     roles = Roles(task.roles)
     formats = list(task.data.check())  # before the folder is claimed: data may be what is wrong
     with ExitStack() as stack:
+        compiled = stack.enter_context(CompileCounter())
         base = find_base(roles)
         copied = any(role.weights == "start" for role in roles.roles.values())
         folder = stack.enter_context(
@@ -99,6 +103,7 @@ def open_run(
         # What was written after the checkpoint comes again.
         folder.rewind(session.start)
         sinks.log(describe_start(session))
+        sinks.log(describe_programs(session))
         for part in (sinks, watchdog, observers):
             part.start(session.rounds.total_steps, session.start)
         folder.accept()
@@ -120,7 +125,8 @@ def open_run(
             from jaxtrain.core.observation import ObserverHook
 
             hooks.append(ObserverHook(session, observers, evaluation, saving, sinks.log))
-        yield Run(session, reports, evaluation, HookList(hooks), sinks, watchdog, observers)
+        all_hooks = HookList(hooks)
+        yield Run(session, reports, evaluation, all_hooks, sinks, watchdog, observers, compiled)
 
 
 def find_base(roles: Roles) -> Path | None:
@@ -164,6 +170,19 @@ def open_checkpoints(
         observers.saved(step, checkpoint)
 
     return Checkpoints(path, **options, log=sinks.log, saved=saved)
+
+
+def describe_programs(session: Session) -> str:
+    """Return a line about the step programs that the run may compile, whatever its batches hold."""
+    task, data = session.task, session.config.data
+    longest = task.data.row_tokens
+    lengths = {n for n in data.length_buckets if n < longest} | {longest}
+    shown = ", ".join(str(task.prepared_length(n)) for n in sorted(lengths))
+    rows = data.micro_batch_size * row_shards(session.bundle.mesh)
+    return (
+        f"{len(lengths)} step program{'s' * (len(lengths) > 1)}: {rows} rows of {shown} tokens,"
+        " however many microsteps a step has"
+    )
 
 
 def describe_start(session: Session) -> str:

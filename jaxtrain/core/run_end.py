@@ -26,7 +26,9 @@ def report_stop(run: Run) -> None:
 def finish(run: Run) -> None:
     """Export the model, draw the curves, and summarize where everything is."""
     with run.watchdog.phase("exporting the model"):
-        run.sinks.summarize(write_outputs(run.session, run.evaluation.summarize()))
+        text = write_outputs(run.session, run.evaluation.summarize())
+        times = run.watchdog.describe_times()
+        run.sinks.summarize("\n".join(filter(None, (times, run.compiled.describe(), text))))
 
 
 def write_outputs(session: Session, summary: str) -> str:

@@ -11,6 +11,7 @@ import numpy as np
 from jaxtrain.batch import ROUTED, Batch
 from jaxtrain.core.losses.logp import token_logp
 from jaxtrain.core.roles import ModelSnapshot
+from jaxtrain.core.step import take_micro
 from jaxtrain.distributed.feed import feed, to_host
 from jaxtrain.models.parameters import Params, Rebuild
 
@@ -34,16 +35,14 @@ class Scorer:
         # the log-prob ratio would measure the routing as well.
         same = snapshot.roles.roles[role].weights != "own"
         names = (ROUTED,) if same and ROUTED in batch.streams else ()
-        logp = score(snapshot.params(role), self._place(batch, snapshot, names))
-        return np.asarray(to_host(logp))
+        return self._run(score, role, batch, snapshot, names)
 
     def hidden(self, batch: Batch, role: str, layers: Sequence[int]) -> dict[int, np.ndarray]:
         """Return {layer: [A, B, T, D]}, the outputs of chosen layers of a role's model, in its
         dtype."""
         snapshot = self.snapshot()
         score = make_hidden(snapshot.roles.rebuild(role), tuple(layers))
-        outputs = score(snapshot.params(role), self._place(batch, snapshot))
-        return {layer: np.asarray(to_host(value)) for layer, value in outputs.items()}
+        return self._run(score, role, batch, snapshot)
 
     def features(
         self, batch: Batch, role: str, layers: Sequence[int], places: int = 1
@@ -52,32 +51,44 @@ class Scorer:
         over each of S sequences with the token weights streams[POOLING] [A, B, T, S * places]."""
         snapshot = self.snapshot()
         score = make_features(snapshot.roles.rebuild(role), tuple(layers), places)
-        fed = self._place(batch, snapshot, (POOLING,))
-        return np.asarray(to_host(score(snapshot.params(role), fed)))
+        return self._run(score, role, batch, snapshot, (POOLING,))
 
     def scores(self, batch: Batch, role: str) -> np.ndarray:
         """Return [A, B, T, n], the scoring head's output of a role's model at every token."""
         snapshot = self.snapshot()
         score = make_scores(snapshot.roles.rebuild(role))
-        return np.asarray(to_host(score(snapshot.params(role), self._place(batch, snapshot))))
+        return self._run(score, role, batch, snapshot)
 
     def topk(self, batch: Batch, role: str, k: int) -> tuple[np.ndarray, np.ndarray]:
         """Return (ids int32, log-probs float32), [A, B, T, k], of a role's most likely tokens in
         the place of every token."""
         snapshot = self.snapshot()
-        topk = make_topk(snapshot.roles.rebuild(role), k)(
-            snapshot.params(role), self._place(batch, snapshot)
-        )
-        return np.asarray(to_host(topk.ids)), np.asarray(to_host(topk.logp))
+        score = make_topk(snapshot.roles.rebuild(role), k)
+        topk = self._run(score, role, batch, snapshot)
+        return topk.ids, topk.logp
 
     @staticmethod
-    def _place(batch: Batch, snapshot: ModelSnapshot, names: Sequence[str] = ()) -> Batch:
-        """Put a batch on the mesh with only these streams."""
+    def _run(
+        score: Callable[[Params, Batch], Any],
+        role: str,
+        batch: Batch,
+        snapshot: ModelSnapshot,
+        names: Sequence[str] = (),
+    ) -> Any:
+        """Return what a jitted (params, batch [B, T]) returns, in numpy and with the axis A, for a
+        batch [A, B, T] with only these streams."""
         streams = {name: batch.streams[name] for name in names}
         # Weights and streams differ between methods and rounds: without them all batches of a shape
         # share one compiled program.
         bare = batch._replace(weights={}, streams=streams, denoms={})
-        return feed(bare, snapshot.roles.bundle.mesh)
+        params, mesh = snapshot.params(role), snapshot.roles.bundle.mesh
+        # A microstep at a time, so that scoring needs no more memory than training, and no program
+        # depends on their number. All are dispatched before the first one is read.
+        outputs = [
+            score(params, feed(take_micro(bare, index), mesh)) for index in range(len(batch.tokens))
+        ]
+        host = [jax.tree.map(lambda x: np.asarray(to_host(x)), output) for output in outputs]
+        return jax.tree.map(lambda *parts: np.concatenate(parts), *host)
 
 
 @functools.lru_cache(maxsize=32)

@@ -111,8 +111,8 @@ class Session:
         return self.task.prepare(round, self.scorer)
 
     def update(self, batch: Any) -> Any:
-        """Run one optimizer step on a batch on the mesh and return its step.StepOutput, which the
-        devices may still be computing."""
+        """Run one optimizer step on a host batch and return its step.StepOutput, which the devices
+        may still be computing."""
         # The call donates the old state: the arrays of an earlier snapshot are gone. `fine` stays
         # on the device, so a step behind one that was not finite changes nothing although nobody
         # has read that yet.
@@ -166,7 +166,14 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
             optimizer=optimizer,
             schedule=schedule,
             run_step=make_step(
-                build, loss, coef, optimizer, config.optim.max_grad_norm, update_biases, noise
+                build,
+                loss,
+                coef,
+                optimizer,
+                config.optim.max_grad_norm,
+                update_biases,
+                noise,
+                single=not task.varying_microsteps,
             ),
             # Without balance and noise: held-out numbers are those of the task alone.
             run_eval=make_eval(roles.build, task.loss),

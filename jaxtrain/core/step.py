@@ -1,20 +1,27 @@
 """A single optimizer step as a pure function: exact under accumulation and on any mesh.
 
-Denominators are summed over the whole step, inside the compiled program, before any microstep runs;
-microsteps add up sums, never means. So A microsteps of B rows give the update of one batch of A*B
-rows, whatever the number of trained tokens in each.
+Denominators are summed over the whole step before any microstep runs; microsteps add up sums, never
+means. So A microsteps of B rows give the update of one batch of A*B rows, whatever the number of
+trained tokens in each.
+
+    zeros ─> sums ─> add_micro (once a microstep, into the same buffers) ─> sums ─> update
+
+The host makes the loop, so that no program depends on A, and a microstep's arrays are on the
+devices only while it runs.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxtrain.batch import Batch
 from jaxtrain.core.losses.balance import LOADS, count_real
-from jaxtrain.core.optimizer import gradient_point
+from jaxtrain.core.optimizer import AverageState, gradient_point
+from jaxtrain.distributed.feed import feed, to_host
 from jaxtrain.distributed.sharding import fit
 from jaxtrain.errors import UserError
 from jaxtrain.layers.noise import row_rng_bits
@@ -65,8 +72,8 @@ class StepOutput(NamedTuple):
     """(sum, weight) pairs over the whole step; "loss" among them."""
     grad_norm: jax.Array
     """Global norm before clipping."""
-    micro_loss: jax.Array
-    """[A] share of each microstep in the loss: shows which one was not finite."""
+    micro_loss: tuple[jax.Array, ...]
+    """Share of each of A microsteps in the loss: shows which one was not finite."""
     finite: jax.Array
     """False: loss or gradients were not finite, here or in the step before, and the state is
     unchanged."""
@@ -169,6 +176,18 @@ def shape_of(array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
+class StepSums(NamedTuple):
+    """Sums over the microsteps of a step so far; the next microstep gets their buffers."""
+
+    grads: Params
+    metrics: dict[str, tuple[jax.Array, jax.Array]]
+    loss: jax.Array
+    finite: jax.Array
+    """False: the loss of a microstep was not finite."""
+    count: jax.Array
+    """uint32 number of microsteps."""
+
+
 def make_step(
     build: Callable[[Params], Any],
     loss: Callable,
@@ -177,14 +196,20 @@ def make_step(
     max_grad_norm: float | None,
     update_biases: Callable[[Params, jax.Array], Params] | None = None,
     noise: StepNoise | None = None,
-) -> Callable[..., tuple[State, StepOutput]]:
-    """Return the jitted `(state, batch [A, B, T], frozen={}, fine=True) -> (state, output)`.
+    *,
+    single: bool = False,
+) -> "TrainStep":
+    """Return the step `(state, batch [A, B, T], frozen={}, fine=True) -> (state, output)`.
 
     build: makes the first argument of the loss, a model or models by role, of all parameters. The
     state is donated. `frozen` are the parameters that are not trained, by path. `fine` is `finite`
     of the step before. update_biases: changes the updated parameters by the load of experts
     [layers, E] over the whole step, which the loss then has among its metrics. Without `noise` the
     models run as in evaluation.
+
+    Whatever A is, the same programs run, once a microstep and once a step. single: a batch of one
+    microstep is one program, `TrainStep.single`, instead: XLA fuses and schedules it better, and it
+    keeps no accumulator.
     """
 
     def micro_loss(params: Params, frozen: Params, micro: Batch, denoms, rng_bits: Any):
@@ -197,49 +222,37 @@ def make_step(
         total = sum(coef[name] * value / denoms[name] for name, value in sums.items())
         return total, metrics
 
-    def step(
-        state: State,
-        batch: Batch,
-        frozen: Params | None = None,
-        fine: jax.Array | bool = True,
-    ) -> tuple[State, StepOutput]:
-        # Arguments of the program, never constants in it, and outside of what is differentiated.
-        frozen = {**(frozen or {}), **state.copies}
-        # Before any microstep: the loss of each needs the weights of all.
+    def differentiate(params: Params, frozen: Params, batch: Batch, step: Any, count: Any):
+        """Loss, metrics and gradients of a batch [1, B, T], the count-th microstep of a step."""
         denoms = {name: denominator(batch, name) for name in coef}
-        grad = jax.value_and_grad(micro_loss, has_aux=True)
-        point = gradient_point(state.opt_state, state.params)
-
-        rng_bits_AB = None
+        micro = jax.tree.map(lambda leaf: leaf[0], batch)
+        rng_bits = None
         if noise is not None:
             # A function of step and row alone, so that accumulation and mesh draw the same noise.
-            rows = jnp.arange(batch.tokens[..., 0].size, dtype=jnp.uint32)
-            rng_bits_AB = row_rng_bits(noise.seed, state.step, rows.reshape(batch.tokens.shape[:2]))
+            rows = jnp.arange(micro.tokens.shape[0], dtype=jnp.uint32)
+            rng_bits = row_rng_bits(noise.seed, step, count * np.uint32(rows.size) + rows)
+        grad = jax.value_and_grad(micro_loss, has_aux=True)
+        return grad(params, frozen, micro, denoms, rng_bits)
 
-        def add_micro(summed, part):
-            micro, rng_bits = part
-            (total, metrics), grads = grad(point, frozen, micro, denoms, rng_bits)
-            grads = jax.tree.map(jnp.add, summed[0], grads)
-            return (grads, join_metrics(summed[1], metrics)), total
+    def add_micro(
+        sums: StepSums, params: Params, frozen: Params, batch: Batch, step: jax.Array
+    ) -> tuple[StepSums, jax.Array]:
+        (total, metrics), grads = differentiate(params, frozen, batch, step, sums.count)
+        sums = StepSums(
+            grads=jax.tree.map(jnp.add, sums.grads, grads),
+            metrics=join_metrics(sums.metrics, metrics),
+            loss=sums.loss + total,
+            finite=sums.finite & jnp.isfinite(total),
+            count=sums.count + 1,
+        )
+        return sums, total
 
-        if batch.tokens.shape[0] == 1:
-            # No scan: XLA fuses and schedules straight-line code better, and keeps no accumulator.
-            micro, rng_bits = jax.tree.map(lambda leaf: leaf[0], (batch, rng_bits_AB))
-            (total, metrics), grads = grad(point, frozen, micro, denoms, rng_bits)
-            micro_losses = total[None]
-        else:
-            # The scan needs the shapes of gradients and metrics before the first microstep.
-            first, rng_bits = jax.tree.map(lambda leaf: leaf[0], (batch, rng_bits_AB))
-            shapes = jax.eval_shape(grad, point, frozen, first, denoms, rng_bits)
-            (_, metric_shapes), grad_shapes = shapes
-            zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), grad_shapes)
-            initial = (zeros, empty_metrics(metric_shapes))
-            (grads, metrics), micro_losses = jax.lax.scan(add_micro, initial, (batch, rng_bits_AB))
-
+    def update(state: State, sums: StepSums, fine: jax.Array | bool) -> tuple[State, StepOutput]:
+        grads, metrics = sums.grads, dict(sums.metrics)
         norm = optax.tree.norm(grads)
         # The host reads a step after it has dispatched the next one. After a bad step, the next one
         # must change nothing either, or the state before the bad step would be lost: hence `fine`.
-        finite = fine & jnp.isfinite(norm) & jnp.isfinite(micro_losses).all()
+        finite = fine & jnp.isfinite(norm) & sums.finite
         if max_grad_norm is not None:
             scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
             grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
@@ -249,7 +262,6 @@ def make_step(
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params: Any = optax.apply_updates(state.params, updates)
         if update_biases is not None:
-            metrics = dict(metrics)
             params = update_biases(params, metrics.pop(LOADS)[0])
         new = state._replace(step=state.step + 1, params=params, opt_state=opt_state)
         # A select, not a branch: it costs no synchronization, and a bad step leaves the state that
@@ -258,11 +270,116 @@ def make_step(
             lambda after, before: jnp.where(finite, after, before), new, state
         )
         guarded_state = guarded_state._replace(opt_state=put_back(guarded_state.opt_state))
-        weight = jnp.ones((), micro_losses.dtype)
-        metrics = {"loss": (jnp.sum(micro_losses), weight), **metrics}
-        return guarded_state, StepOutput(metrics, norm, micro_losses, finite)
+        metrics = {"loss": (sums.loss, jnp.ones((), sums.loss.dtype)), **metrics}
+        return guarded_state, StepOutput(metrics, norm, (), finite)
 
-    return jax.jit(step, donate_argnums=0)
+    def single_step(
+        state: State, batch: Batch, frozen: Params | None = None, fine: jax.Array | bool = True
+    ) -> tuple[State, StepOutput]:
+        # Arguments of the program, never constants in it, and outside of what is differentiated.
+        frozen, count = {**(frozen or {}), **state.copies}, jnp.zeros((), jnp.uint32)
+        (total, metrics), grads = differentiate(state.params, frozen, batch, state.step, count)
+        sums = StepSums(grads, metrics, total, jnp.isfinite(total), count)
+        state, output = update(state, sums, fine)
+        return state, output._replace(micro_loss=(total,))
+
+    return TrainStep(tuple(coef), differentiate, add_micro, update, single_step, single)
+
+
+class TrainStep:
+    """A step of any number of microsteps in three programs: zeros, a microstep, the update."""
+
+    def __init__(
+        self,
+        components: tuple[str, ...],
+        differentiate: Callable,
+        add_micro: Callable,
+        update: Callable,
+        single_step: Callable,
+        single: bool,
+    ):
+        self.components, self.differentiate, self.add_micro = components, differentiate, add_micro
+        self.update = jax.jit(update, donate_argnums=0)
+        self.single = jax.jit(single_step, donate_argnums=0)
+        """The step of a batch [1, B, T] on the devices."""
+        self.prefers_single = single
+        self._opened: dict[Any, tuple[Callable, Callable]] = {}
+
+    def __call__(
+        self,
+        state: State,
+        batch: Batch,
+        frozen: Params | None = None,
+        fine: jax.Array | bool = True,
+    ) -> tuple[State, StepOutput]:
+        """Make a step; batch: arrays of the host, or of the devices as `feed` places them."""
+        mesh = getattr(next(iter(state.params.values())).sharding, "mesh", None)
+        count = batch.tokens.shape[0]
+        if count == 1 and self.prefers_single:
+            return self.single(state, feed(batch, mesh), frozen, fine)
+        frozen = {**(frozen or {}), **state.copies}
+        # Before any microstep: the loss of each needs the weights of all.
+        batch = batch._replace(denoms=count_denominators(batch, self.components))
+        sums, totals = None, []
+        for index in range(count):
+            micro = feed(take_micro(batch, index), mesh)
+            arguments = state.params, frozen, micro, state.step
+            if sums is None:
+                start, add_micro = self.open(*arguments)
+                sums = start()
+            sums, total = add_micro(sums, *arguments)
+            totals.append(total)
+        state, output = self.update(state, sums, fine)
+        return state, output._replace(micro_loss=tuple(totals))
+
+    def open(self, params: Params, frozen: Params, micro: Batch, step: jax.Array):
+        """Return the jitted (zeros of the sums, `add_micro`) for arrays like these."""
+        key = jax.tree.structure((frozen, micro)), micro.tokens.shape
+        if key not in self._opened:
+            # The sums need the shapes of metrics before the first microstep.
+            count = jax.ShapeDtypeStruct((), jnp.uint32)
+            shapes = jax.eval_shape(self.differentiate, params, frozen, micro, step, count)
+            (loss, metrics), _ = shapes
+            like = next(iter(params.values())).sharding
+            everywhere = like
+            if isinstance(like, jax.sharding.NamedSharding):
+                everywhere = jax.sharding.NamedSharding(like.mesh, jax.sharding.PartitionSpec())
+
+            def zeros() -> StepSums:
+                return StepSums(
+                    grads={path: jnp.zeros(x.shape, x.dtype) for path, x in params_shapes.items()},
+                    metrics=empty_metrics(metrics),
+                    loss=jnp.zeros((), loss.dtype),
+                    finite=jnp.ones((), bool),
+                    count=jnp.zeros((), jnp.uint32),
+                )
+
+            params_shapes = {path: shape_of(value) for path, value in params.items()}
+            places = jax.tree.map(lambda _: everywhere, jax.eval_shape(zeros))
+            places = places._replace(grads={path: x.sharding for path, x in params_shapes.items()})
+            # The sums come back where they lay: else the second microstep would be another program.
+            self._opened[key] = (
+                jax.jit(zeros, out_shardings=places),
+                jax.jit(self.add_micro, donate_argnums=0, out_shardings=(places, everywhere)),
+            )
+        return self._opened[key]
+
+
+def take_micro(batch: Batch, index: int) -> Batch:
+    """Return one microstep [1, B, T] of a batch [A, B, T]."""
+
+    def take(leaf: Any) -> Any:
+        if not isinstance(leaf, jax.Array):
+            return leaf[index : index + 1]
+        return leaf if len(leaf) == 1 else slice_micro(leaf, jax.device_put(np.int32(index)))
+
+    return jax.tree.map(take, batch)
+
+
+@jax.jit
+def slice_micro(x: jax.Array, index: jax.Array) -> jax.Array:
+    """Return x[index : index + 1]; the index is no constant of the program."""
+    return jax.lax.dynamic_slice_in_dim(x, index, 1)
 
 
 EXTREMES = {
@@ -303,6 +420,22 @@ def denominator(batch: Batch, component: str) -> jax.Array:
     total = total_weight(batch, component)
     # A step without trained tokens has loss 0, not NaN.
     return jnp.where(total > 0, total, 1.0)
+
+
+def count_denominators(batch: Batch, components: Sequence[str]) -> dict[str, Any]:
+    """Return `denominator` of each component on the host, [A] times.
+
+    Weights are summed in float64 and rounded once, so that their order does not matter.
+    """
+    denoms = dict(batch.denoms)
+    for name in components:
+        if name not in denoms:
+            weight = batch.weights.get(name)
+            total = count_real(batch) if weight is None else to_host(weight).sum(dtype=np.float64)
+            dtype = np.dtype(np.float32) if weight is None else weight.dtype
+            value = np.asarray(total if total > 0 else 1.0, dtype)
+            denoms[name] = np.full(len(batch.tokens), value)
+    return denoms
 
 
 def total_weight(batch: Batch, component: str) -> jax.Array:

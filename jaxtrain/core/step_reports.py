@@ -37,8 +37,8 @@ class StepReports(Hook):
         self.reader = StepReader(session)
         self.checks = ExpertOverflowWarning(), ZeroGradientWarning()
         self.pending: PendingStep | None = None
-        self.shapes: set[tuple[int, ...]] = set()
-        """Shapes of batches that this process has compiled a step for."""
+        self.programs: set[tuple[Any, ...]] = set()
+        """(rows, tokens, whether a single microstep) that this process has compiled a step for."""
         self.compiles = False
         """Whether the step of the current batch compiles first."""
         self.latest: dict[str, float] = {}
@@ -54,15 +54,15 @@ class StepReports(Hook):
 
     @override
     def on_batch(self, batch: Batch) -> None:
-        shape = batch.tokens.shape
-        self.compiles = shape not in self.shapes
+        microsteps, rows, tokens = batch.tokens.shape
+        single = microsteps == 1 and not self.session.task.varying_microsteps
+        self.compiles = (rows, tokens, single) not in self.programs
         if self.compiles:
             # Compiling may take minutes: report the step before it first.
             self.flush()
-            self.shapes.add(shape)
+            self.programs.add((rows, tokens, single))
             self.sinks.log(
-                f"compiling program {len(self.shapes)}:"
-                f" {shape[0]} x {shape[1]} rows of {shape[2]} tokens"
+                f"compiling step program {len(self.programs)}: {rows} rows of {tokens} tokens"
             )
 
     @override

@@ -212,6 +212,9 @@ class Task:
     a vector of n a token."""
     prepared_length: Callable[[int], int] = keep_length
     """Map the length of a row of data to its length after `prepare`."""
+    varying_microsteps: bool = False
+    """Whether steps differ in their number of microsteps. Then a step of one is no program of its
+    own."""
     after_round: Callable[[TrainingContext, int], dict[str, float]] = keep_weights
     """(context, steps done before the round) -> metrics of the round: called after its last step,
     before its weights go to an engine."""

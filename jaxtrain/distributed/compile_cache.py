@@ -8,12 +8,43 @@ import hashlib
 import os
 import platform
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
 
 MAX_BYTES = 20 * 2**30
 """Size beyond which the least recently used programs are deleted."""
+
+
+class CompileCounter:
+    """Context that counts what jax compiles in it."""
+
+    def __init__(self) -> None:
+        self.programs, self.cached, self.seconds = 0, 0, 0.0
+
+    def __enter__(self) -> "CompileCounter":
+        jax.monitoring.register_event_duration_secs_listener(self._add_seconds)
+        jax.monitoring.register_event_listener(self._add_hit)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._add_seconds)
+        jax.monitoring.unregister_event_listener(self._add_hit)
+
+    def describe(self) -> str:
+        """Return a line: programs, those read from the cache on disk, and seconds."""
+        return (
+            f"programs: {self.programs}, {self.cached} of them from the cache on disk,"
+            f" {self.seconds:.1f} s"
+        )
+
+    def _add_seconds(self, event: str, seconds: float, **values: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            self.programs, self.seconds = self.programs + 1, self.seconds + seconds
+
+    def _add_hit(self, event: str, **values: Any) -> None:
+        self.cached += event == "/jax/compilation_cache/cache_hits"
 
 
 def default_folder() -> Path:

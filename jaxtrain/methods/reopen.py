@@ -1,6 +1,6 @@
 """Open a trained model: the newest checkpoint of a run, or a Hugging Face or PEFT folder."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -47,13 +47,15 @@ def open_trained(
     all_roles: bool = False,
     policy: str | None = None,
     all_policies: bool = False,
+    own_dtype: bool = False,
 ) -> Trained:
     """Open a run's output_dir, a Hugging Face or PEFT folder, or a Hub id. UserError for others.
 
     overrides: section.key=value on top of the run's saved config. frozen=False: of a run with
     adapters, load only the trained weights. all_roles: include the method's other models. policy:
     the policy to open where a run trained several. all_policies: open all of them on one base;
-    `snapshot` is the first.
+    `snapshot` is the first. own_dtype: compute with a folder in the dtype that it is stored in, as
+    vLLM and transformers do, instead of float32; a run always computes as it trained.
     """
     path = Path(name)
     saved = path / "config.json"
@@ -66,7 +68,7 @@ def open_trained(
         table = {
             "task": task,
             "run": {"max_steps": 1},
-            "model": {"path": model, "compute_dtype": "float32"},
+            "model": {"path": model, **choose_dtypes(model, overrides, own_dtype)},
             "adapter": adapter,
             "data": {"datasets": [{"path": "none"}], "sequence_len": 8},
         }
@@ -107,6 +109,21 @@ def open_trained(
     snapshots = {name: make_snapshot(restored.arrays[name]) for name in chosen}
     first = next(iter(snapshots.values()))
     return Trained(config, task, first, snapshots if all_policies else {})
+
+
+def choose_dtypes(model: str, overrides: Sequence[str], own_dtype: bool) -> dict[str, str]:
+    """Return the dtypes of section model for a folder: its own, or float32. An override of
+    model.compute_dtype decides alone."""
+    chosen = any(word.startswith("model.compute_dtype=") for word in overrides)
+    if chosen or not own_dtype:
+        return {"compute_dtype": "float32"}
+    file = find_folder(model, weights=True) / "config.json"
+    raw = read_object(file) if file.is_file() else {}
+    text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else {}
+    dtypes = [part.get(key) for part in (raw, text) for key in ("dtype", "torch_dtype")]
+    # Numbers of float16 folders may lie beyond what bfloat16 resolves.
+    dtype = "bfloat16" if "bfloat16" in dtypes else "float32"
+    return {"param_dtype": dtype, "compute_dtype": dtype}
 
 
 def holds_run(saved: Path) -> bool:

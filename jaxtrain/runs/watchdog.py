@@ -17,6 +17,7 @@ import signal
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,8 @@ class Watchdog:
             "host": platform.node(),
         }
         self._step, self._phases = 0, ["training"]
+        self._spent: Counter[str] = Counter()
+        self._since = time.monotonic()
         self._written = -math.inf
         self._move()
         self._stop = threading.Event()
@@ -82,13 +85,28 @@ class Watchdog:
     @contextlib.contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Set what the loop does inside the context: "waiting for data", "saving a checkpoint"."""
+        self._spend()
         self._phases.append(name)
         self._move()
         try:
             yield
         finally:
+            self._spend()
             self._phases.pop()
             self._move()
+
+    def _spend(self) -> None:
+        """Count the time since the last change of phase for the current one."""
+        now = time.monotonic()
+        self._spent[self._phases[-1]] += now - self._since
+        self._since = now
+
+    def describe_times(self) -> str:
+        """Return a line of the seconds that this attempt has spent in each phase so far, the
+        longest first and none under half a second; time in an inner phase is not the outer's."""
+        self._spend()
+        shown = [f"{name} {spent:.1f}" for name, spent in self._spent.most_common() if spent > 0.5]
+        return f"seconds: {', '.join(shown)}" if shown else ""
 
     def __enter__(self) -> "Watchdog":
         self._move()

@@ -104,7 +104,66 @@ def test_accumulation_equals_the_large_batch(microsteps):
     loss, weight = split_out.metrics["loss"]
     np.testing.assert_allclose(loss / weight, whole_out.metrics["loss"][0], rtol=1e-6)
     np.testing.assert_allclose(split_out.grad_norm, whole_out.grad_norm, rtol=1e-5)
-    assert split_out.micro_loss.shape == (microsteps,)
+    assert len(split_out.micro_loss) == microsteps
+
+
+@pytest.fixture
+def compilations():
+    """Programs that were compiled or read from the cache on disk since, in a list."""
+    compiled = []
+
+    def listen(event: str, seconds: float, **values) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            compiled.append(values)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    yield compiled
+    jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_one_program_whatever_the_number_of_microsteps(compilations):
+    """Arrays of the host and of the devices; the second step compiles nothing that depends on it
+    but the slice of an array that lies on the devices already."""
+    mesh = make_mesh(jax.devices()[:1])
+    with jax.set_mesh(mesh):
+        params, rebuild = open_model(mesh)
+        step = make_step(rebuild, nll_loss, {"nll": 1.0}, ADAM, 0.5)
+        state = init_state(jax.tree.map(jnp.copy, params), ADAM)
+        counts = {}
+        for microsteps in (2, 1, 3, 4, 6):
+            batch = regroup(documents_batch(rows=2 * microsteps), microsteps)
+            before = len(compilations)
+            state, output = step(state, batch)
+            assert output.finite and len(output.micro_loss) == microsteps
+            counts[microsteps] = len(compilations) - before
+    assert counts[2] > 0 and not any(counts[n] for n in (1, 3, 4, 6)), counts
+
+
+@pytest.mark.parametrize("microsteps", [1, 3])
+def test_microsteps_add_up_gradients_to_the_bit(microsteps):
+    """The sums are those of one program a microstep, in their order."""
+    mesh, keep = make_mesh(jax.devices()[:1]), optax.trace(0.0)
+    batch = regroup(documents_batch(rows=2 * microsteps), microsteps)
+    total = jnp.asarray(batch.weights["nll"].sum())  # an argument: XLA multiplies by constants
+    with jax.set_mesh(mesh):
+        params, rebuild = open_model(mesh)
+        state = init_state(jax.tree.map(jnp.copy, params), keep)
+        state, output = make_step(rebuild, nll_loss, {"nll": 1.0}, keep, None)(state, batch)
+
+        @jax.jit
+        def grad(params, micro, total):
+            loss = lambda params: nll_loss(rebuild(params), micro)[0]["nll"] / total  # noqa: E731
+            return jax.value_and_grad(loss)(params)
+
+        losses, gradients = [], jax.tree.map(jnp.zeros_like, params)
+        for index in range(microsteps):
+            micro = jax.tree.map(lambda leaf, i=index: jnp.asarray(leaf[i]), batch)
+            loss, gradient = grad(params, micro, total)
+            losses.append(loss)
+            gradients = jax.tree.map(jnp.add, gradients, gradient)
+    np.testing.assert_array_equal(output.micro_loss, losses)
+    for path, gradient in gradients.items():
+        np.testing.assert_array_equal(state.opt_state.trace[path], gradient, err_msg=path)
 
 
 @pytest.mark.slow

@@ -41,17 +41,17 @@ EXPERTS = ARCHITECTURE | {
 
 
 def make_arguments(architecture=ARCHITECTURE, rows=4, length=256):
-    """(step, state, batch) on shapes; bfloat16 activations, two microsteps."""
+    """(step, state, batch) on shapes; bfloat16 activations."""
     model = build.abstract(
         families.config_from_hf(architecture), dtype="bfloat16", remat="save_attention"
     )
     params, rebuild = split_model(model)
     params = {name: jax.ShapeDtypeStruct(p.shape, p.dtype) for name, p in params.items()}
     optimizer = optax.adamw(1e-3)
-    step = make_step(rebuild, nll_loss, {"nll": 1.0}, optimizer, 1.0)
+    step = make_step(rebuild, nll_loss, {"nll": 1.0}, optimizer, 1.0).single
     number = jax.ShapeDtypeStruct((), jnp.int32)
     state = State(number, params, jax.eval_shape(optimizer.init, params))
-    ints = jax.ShapeDtypeStruct((2, rows, length), jnp.int32)
+    ints = jax.ShapeDtypeStruct((1, rows, length), jnp.int32)
     weights = {"nll": jax.ShapeDtypeStruct(ints.shape, jnp.float32)}
     return step, state, Batch(ints, ints, ints, ints, weights)
 

@@ -182,3 +182,19 @@ def test_profile_window_covers_its_steps(tmp_path, start, traced):
             seen += [step] if window.tracing else []
     assert seen == traced
     assert bool(list(tmp_path.rglob("*.xplane.pb"))) == bool(traced)
+
+
+def test_seconds_of_phases_are_those_without_what_lies_within(tmp_path, monkeypatch):
+    watchdog = Watchdog(tmp_path, 100, print)
+    now = 0.0
+    monkeypatch.setattr("jaxtrain.runs.watchdog.time.monotonic", lambda: now)
+    watchdog._since = now
+    with watchdog.phase("outer"):
+        now = 4.0
+        with watchdog.phase("inner"):
+            now = 10.0
+        now = 11.0
+        with watchdog.phase("short"):
+            now = 11.2
+    now = 14.0
+    assert watchdog.describe_times() == "seconds: inner 6.0, outer 5.0, training 2.8"

@@ -17,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 
 from jaxtrain.batch import Batch
 
@@ -147,5 +148,5 @@ def move_biases(
 
 def count_real(batch: Batch):
     """Tokens that are not padding, as the blocks count them: a token alone at position 0 is."""
-    index = jnp.arange(batch.tokens.shape[-1])
-    return jnp.sum((batch.positions > 0) | (batch.until != index + 1))
+    index = np.arange(batch.tokens.shape[-1], dtype=np.int32)
+    return ((batch.positions > 0) | (batch.until != index + 1)).sum()

@@ -116,6 +116,7 @@ def make(config: Config) -> Task:
         coef={COMPONENT: 1.0},
         data=data,
         prepare=data.prepare,
+        varying_microsteps=draws,
     )
 
 

@@ -91,6 +91,7 @@ def make(config: Config) -> Task:
         coef=preference_coef(task),
         data=data,
         prepare=PreferencePreparation(task, config, data, reference),
+        varying_microsteps=task.units_per_step is not None,
         after_round=mixing(weights, task.reference_every, task.reference_alpha),
     )
 

@@ -101,6 +101,7 @@ def make(config: Config) -> Task:
         coef=rl_coef(task),
         data=data,
         prepare=PolicyPreparation(task, config, data, tuple(judges)),
+        varying_microsteps=True,
         after_round=mixing(kind, task.reference_every, task.reference_alpha),
     )
 

@@ -35,6 +35,7 @@ def make(config: Config) -> Task:
         loss=of_policy(partial(nll_loss, impl=config.model.logp)),
         coef={"nll": 1.0},
         data=open_data(config, bundle.tokenizer),
+        varying_microsteps=config.task.units_per_step is not None,
     )
 
 
