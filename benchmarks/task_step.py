@@ -5,7 +5,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-
 from harness import compile_step
 
 from jaxtrain.batch import Batch

@@ -14,7 +14,6 @@ from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.distributed import compile_cache
 from jaxtrain.distributed.compile_cache import keep_compiled
-from toy_run import EVEN_TOKENS, MODEL
 
 ROOT = Path(__file__).parents[2]
 
