@@ -245,10 +245,7 @@ def grow(branches: Sequence[FlatSequence], row_tokens: int, share: bool) -> list
 
 
 def pack(trees: Sequence[Tree], builder: BatchBuilder) -> Batch:
-    """Pack trees into rows [A, B, T] by first-fit-decreasing.
-
-    A is rounded up to few different values: each one compiles a train step.
-    """
+    """Pack trees into rows [A, B, T] by first-fit-decreasing."""
     shape = builder.shape
     sizes = [tree.num_tokens for tree in trees]
     unpacked = [[index] for index in range(len(trees))]
