@@ -117,6 +117,9 @@ def choose_dtypes(model: str, overrides: Sequence[str], own_dtype: bool) -> dict
     chosen = any(word.startswith("model.compute_dtype=") for word in overrides)
     if chosen or not own_dtype:
         return {"compute_dtype": "float32"}
+    for word in overrides:
+        # The base of an adapter may have moved.
+        model = word.partition("=")[2] if word.startswith("model.path=") else model
     file = find_folder(model, weights=True) / "config.json"
     raw = read_object(file) if file.is_file() else {}
     text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else {}
