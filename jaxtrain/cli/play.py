@@ -125,10 +125,6 @@ class AnswerWriter:
         model_overrides = [word for word in overrides if word not in env_overrides]
         self.model = Model(name, model_overrides, several=acts, own_dtype=True)
         config = self.model.config
-        print(
-            f"note: computing in {config.model.compute_dtype}; model.compute_dtype=... changes it",
-            file=sys.stderr,
-        )
         sections = read_sections(config, env_overrides, name)
         self.tokenizer = self.model.tokenizer
         self.raw = raw
@@ -148,6 +144,10 @@ class AnswerWriter:
         folder = self.model.snapshot.roles.bundle.folder
         if folder is not None and (ignored := describe_ignored(folder)):
             print(f"note: {ignored}", file=sys.stderr)
+        print(
+            f"note: computing in {config.model.compute_dtype}; model.compute_dtype=... changes it",
+            file=sys.stderr,
+        )
 
     def tokenize(
         self, prompts: list[Any], tools: list[Any], keywords: list[Any] | None = None
