@@ -278,7 +278,8 @@ def make_step(
     ) -> tuple[State, StepOutput]:
         # Arguments of the program, never constants in it, and outside of what is differentiated.
         frozen, count = {**(frozen or {}), **state.copies}, jnp.zeros((), jnp.uint32)
-        (total, metrics), grads = differentiate(state.params, frozen, batch, state.step, count)
+        point = gradient_point(state.opt_state, state.params)
+        (total, metrics), grads = differentiate(point, frozen, batch, state.step, count)
         sums = StepSums(grads, metrics, total, jnp.isfinite(total), count)
         state, output = update(state, sums, fine)
         return state, output._replace(micro_loss=(total,))
@@ -299,6 +300,7 @@ class TrainStep:
         single: bool,
     ):
         self.components, self.differentiate, self.add_micro = components, differentiate, add_micro
+        self.gradient_point = jax.jit(gradient_point)
         self.update = jax.jit(update, donate_argnums=0)
         self.single = jax.jit(single_step, donate_argnums=0)
         """The step of a batch [1, B, T] on the devices."""
@@ -319,11 +321,14 @@ class TrainStep:
             return self.single(state, feed(batch, mesh), frozen, fine)
         frozen = {**(frozen or {}), **state.copies}
         # Before any microstep: the loss of each needs the weights of all.
-        batch = batch._replace(denoms=count_denominators(batch, self.components))
+        batch = batch._replace(denoms=count_denominators(batch, self.components, mesh))
+        point = state.params
+        if isinstance(state.opt_state, AverageState):
+            point = self.gradient_point(state.opt_state, point)
         sums, totals = None, []
         for index in range(count):
             micro = feed(take_micro(batch, index), mesh)
-            arguments = state.params, frozen, micro, state.step
+            arguments = point, frozen, micro, state.step
             if sums is None:
                 start, add_micro = self.open(*arguments)
                 sums = start()
@@ -422,20 +427,32 @@ def denominator(batch: Batch, component: str) -> jax.Array:
     return jnp.where(total > 0, total, 1.0)
 
 
-def count_denominators(batch: Batch, components: Sequence[str]) -> dict[str, Any]:
-    """Return `denominator` of each component on the host, [A] times.
+def count_denominators(batch: Batch, components: Sequence[str], mesh: Any) -> dict[str, Any]:
+    """Return `denominator` of each component on the host or the devices, [A] times.
 
-    Weights are summed in float64 and rounded once, so that their order does not matter.
+    Counts are exact on the host. The sum of other weights depends on its order, so a small program
+    of the whole step's weights makes it, as in a step of one program.
     """
     denoms = dict(batch.denoms)
-    for name in components:
-        if name not in denoms:
-            weight = batch.weights.get(name)
-            total = count_real(batch) if weight is None else to_host(weight).sum(dtype=np.float64)
-            dtype = np.dtype(np.float32) if weight is None else weight.dtype
-            value = np.asarray(total if total > 0 else 1.0, dtype)
-            denoms[name] = np.full(len(batch.tokens), value)
+    for name in (name for name in components if name not in denoms):
+        weight = batch.weights.get(name)
+        host = None if weight is None else to_host(weight)
+        if host is None or (host == np.rint(host)).all():
+            total = count_real(batch) if host is None else host.sum(dtype=np.float64)
+            dtype = np.dtype(np.float32) if host is None else host.dtype
+            value: Any = np.asarray(total if total > 0 else 1.0, dtype)
+        else:
+            placed = feed(Batch(*[batch.tokens] * 4, {name: weight}), mesh)
+            value = np.asarray(to_host(sum_weights(placed.weights[name])))
+        denoms[name] = np.full(len(batch.tokens), value)
     return denoms
+
+
+@jax.jit
+def sum_weights(weight: jax.Array) -> jax.Array:
+    """Return the sum of a step's weights, 1 if that is not positive."""
+    total = jnp.sum(weight)
+    return jnp.where(total > 0, total, 1.0)
 
 
 def total_weight(batch: Batch, component: str) -> jax.Array:

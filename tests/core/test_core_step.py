@@ -139,33 +139,6 @@ def test_one_program_whatever_the_number_of_microsteps(compilations):
     assert counts[2] > 0 and not any(counts[n] for n in (1, 3, 4, 6)), counts
 
 
-@pytest.mark.parametrize("microsteps", [1, 3])
-def test_microsteps_add_up_gradients_to_the_bit(microsteps):
-    """The sums are those of one program a microstep, in their order."""
-    mesh, keep = make_mesh(jax.devices()[:1]), optax.trace(0.0)
-    batch = regroup(documents_batch(rows=2 * microsteps), microsteps)
-    total = jnp.asarray(batch.weights["nll"].sum())  # an argument: XLA multiplies by constants
-    with jax.set_mesh(mesh):
-        params, rebuild = open_model(mesh)
-        state = init_state(jax.tree.map(jnp.copy, params), keep)
-        state, output = make_step(rebuild, nll_loss, {"nll": 1.0}, keep, None)(state, batch)
-
-        @jax.jit
-        def grad(params, micro, total):
-            loss = lambda params: nll_loss(rebuild(params), micro)[0]["nll"] / total  # noqa: E731
-            return jax.value_and_grad(loss)(params)
-
-        losses, gradients = [], jax.tree.map(jnp.zeros_like, params)
-        for index in range(microsteps):
-            micro = jax.tree.map(lambda leaf, i=index: jnp.asarray(leaf[i]), batch)
-            loss, gradient = grad(params, micro, total)
-            losses.append(loss)
-            gradients = jax.tree.map(jnp.add, gradients, gradient)
-    np.testing.assert_array_equal(output.micro_loss, losses)
-    for path, gradient in gradients.items():
-        np.testing.assert_array_equal(state.opt_state.trace[path], gradient, err_msg=path)
-
-
 @pytest.mark.slow
 def test_a_mesh_equals_one_device():
     batch = regroup(documents_batch(), 2)
