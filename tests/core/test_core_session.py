@@ -53,7 +53,7 @@ def workers(monkeypatch):
     return started
 
 
-def refuse(*_):
+def refuse(*_, **options):
     raise UserError("it is broken")
 
 
