@@ -96,11 +96,10 @@ def open_source(
         )
     shape = StepShape(
         rows_per_microstep,
-        microsteps,
+        microsteps if units is None else None,
         row_tokens,
         tuple(data.length_buckets),
         recipe.normalize,
-        units,
         recipe.fields,
     )
     streamed = any(is_stream(part.rows) for part in parts)

@@ -275,8 +275,7 @@ def test_a_cursor_of_other_data_is_refused():
         source.restore(state)
 
 
-def test_microsteps_of_a_number_of_units_take_few_values():
-    shape = StepShape(rows=2, microsteps=1, row_tokens=8, units=3)
-    counts = [shape.count_microsteps(rows) for rows in (0, 1, 2, 3, 6, 8, 9, 13, 17, 26)]
-    assert counts == [1, 1, 1, 2, 3, 4, 6, 8, 12, 16]
-    assert StepShape(rows=2, microsteps=5, row_tokens=8).count_microsteps(1) == 5
+def test_microsteps_follow_the_rows_of_a_step_unless_their_number_is_fixed():
+    shape = StepShape(rows=2, microsteps=None, row_tokens=8)
+    assert [len(shape.build([[]] * rows).tokens) for rows in (1, 2, 3, 9, 10)] == [1, 1, 2, 5, 5]
+    assert len(StepShape(rows=2, microsteps=5, row_tokens=8).build([[]]).tokens) == 5

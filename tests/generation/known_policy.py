@@ -100,7 +100,7 @@ def make(engine=None, env=None, judge=None, rows=100, rules=None, curator=None, 
 
 def make_rounds(producer, per_round=2, *, row_tokens=32, replay=None, publisher=None, **options):
     """Rounds that are drawn without a trainer: see `draw`."""
-    builder = BatchBuilder(StepShape(1, 1, row_tokens, units=1), "token")
+    builder = BatchBuilder(StepShape(1, None, row_tokens), "token")
     replay = ReplayBuffer(0, 1) if replay is None else replay
     stages = RoundStages(producer, builder, AdvantageOptions(), replay)
     rounds = RolloutRounds(

@@ -140,7 +140,7 @@ def test_the_datas_answers():
     groups = [
         Group(i, row, [entry], [{}], np.zeros(1)) for i, entry in enumerate((provided, drawn))
     ]
-    labels = BatchBuilder(StepShape(1, 1, 64, units=1), "token", ("distillation",))
+    labels = BatchBuilder(StepShape(1, None, 64), "token", ("distillation",))
     [batch] = build_batches(groups, labels).batches
     trained = batch.weights["distillation"] != 0
     assert trained.sum() == 6 and batch.streams[DRAWN][trained].sum() == 2

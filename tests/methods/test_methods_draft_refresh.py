@@ -123,7 +123,7 @@ def test_a_refresh_is_a_step_on_each_answer_by_itself(folders, kind):
     entry = live.auxiliary["draft"]
     start = jax.device_get(entry.state.params)
     group = draw_group(np.random.default_rng(3))
-    labels = BatchBuilder(StepShape(4, 1, 64, units=1), "sequence", dtype=np.float32)
+    labels = BatchBuilder(StepShape(4, None, 64), "sequence", dtype=np.float32)
     (batch,) = build_batches([group], labels).batches
 
     refresh, method = task.prepare.func.__self__, SimpleNamespace(prepare=lambda round, _: round)

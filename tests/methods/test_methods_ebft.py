@@ -176,7 +176,7 @@ def test_cross_entropy_of_the_truth_is_really_trained():
     groups = draw_groups()
     for group in groups:
         group.advantages = np.ones((3, 1))
-    labels = BatchBuilder(StepShape(1, 1, 64, units=1), "sequence", truth="ce")
+    labels = BatchBuilder(StepShape(1, None, 64), "sequence", truth="ce")
     batch = jax.tree.map(lambda x: x[0], build_batches(groups, labels).batches[0])
     assert float((batch.weights["ce"] != 0).sum()) == 6  # twice the three tokens of a truth
     assert not np.any((batch.weights["ce"] != 0) & (batch.weights["pg"] != 0))
@@ -197,7 +197,7 @@ def test_cross_entropy_of_the_truth_is_really_trained():
     assert float(sum_) == pytest.approx(expected, rel=1e-5)
     assert float(jnp.abs(gradient).max()) > 0.1
     # Without the component there is no such branch.
-    bare = build_batches(groups, BatchBuilder(StepShape(1, 1, 64, units=1), "sequence")).batches[0]
+    bare = build_batches(groups, BatchBuilder(StepShape(1, None, 64), "sequence")).batches[0]
     assert "ce" not in bare.weights and (bare.prev >= 0).sum() < (batch.prev >= 0).sum()
 
 

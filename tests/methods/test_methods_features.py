@@ -46,7 +46,7 @@ def draw_groups():
 def test_a_branch_has_the_features_of_its_sequence_alone(model, method, share):
     """float32 sums in other orders: 1e-4 of features of size 10."""
     groups = draw_groups()
-    requests = build_feature_request(groups, method, StepShape(2, 1, 32, units=1), share=share)
+    requests = build_feature_request(groups, method, StepShape(2, None, 32), share=share)
     check_batch(requests.batch)
     width = len(pooling_weights(method, 1))
     params, rebuild = split_model(model)
@@ -65,7 +65,7 @@ def test_a_branch_has_the_features_of_its_sequence_alone(model, method, share):
 def test_a_prompt_is_computed_once():
     groups = draw_groups()
     shared, apart = (
-        build_feature_request(groups, "last_token", StepShape(1, 1, 64, units=1), share=share).batch
+        build_feature_request(groups, "last_token", StepShape(1, None, 64), share=share).batch
         for share in (True, False)
     )
     count = lambda batch: int((batch.until > np.arange(64) + 1).sum())  # noqa: E731
@@ -74,7 +74,7 @@ def test_a_prompt_is_computed_once():
 
 def test_groups_larger_than_a_row_and_longer_sequences_fit():
     groups = draw_groups()
-    requests = build_feature_request(groups, "last_token", StepShape(1, 1, 8, units=1), share=True)
+    requests = build_feature_request(groups, "last_token", StepShape(1, None, 8), share=True)
     assert all(min(position) >= 0 for position in requests.places)
     assert len(set(requests.places)) == len(requests.places)
 

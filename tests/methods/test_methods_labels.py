@@ -116,7 +116,7 @@ def make_groups(seed=0, sizes=(4, 3, 2)):
 
 
 def make_labels(**changes):
-    shape = StepShape(changes.pop("rows", 2), 1, changes.pop("row_tokens", 40), units=1)
+    shape = StepShape(changes.pop("rows", 2), None, changes.pop("row_tokens", 40))
     options = {"average": "token", "dtype": np.float64, "components": ("pg", "kl")}
     return BatchBuilder(shape, **{**options, **changes})
 

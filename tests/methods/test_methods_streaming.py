@@ -110,7 +110,7 @@ def test_parts_are_the_minibatches_of_an_unstreamed_round(open_source):
     parts = open_source(judge=judge)
     streamed = draw(parts) + draw(parts)
     source = open_source(judge=judge, parts=1)
-    builder = BatchBuilder(StepShape(1, 1, 64, units=1), "token", num_minibatches=2)
+    builder = BatchBuilder(StepShape(1, None, 64), "token", num_minibatches=2)
     source.stages = dataclasses.replace(source.stages, builder=builder)
     for actual_values, reference in zip(streamed, draw(source), strict=True):
         for name in ("tokens", "positions", "until", "targets", "owner"):

@@ -184,7 +184,7 @@ def test_trees_are_flat_rows_and_microsteps_are_one_batch(kind, model):
 
 def test_a_prompt_gets_the_answers_of_the_one_before_it():
     task = PreferenceTask(**LABELS)
-    shape = StepShape(2, 1, TOKENS, units=1)
+    shape = StepShape(2, None, TOKENS)
     for share in (True, False):
         batch = make_batch(task, 1, share)
         groups = list_groups(batch)
@@ -195,7 +195,7 @@ def test_a_prompt_gets_the_answers_of_the_one_before_it():
             before = [tokens.tolist() for tokens, _ in groups[index - 1][1]]
             assert actual[tuple(prompt)] == before
     # What does not fit behind its new prompt is cut; nobody is left out.
-    short = mismatch(batch, StepShape(2, 1, 12, units=1))
+    short = mismatch(batch, StepShape(2, None, 12))
     assert sum(len(answers) for _, answers in list_groups(short)) == 15
     alone = PairTrees()(make_ranked(True)[1])
     lone = StepShape(1, 1, TOKENS, fields=read_fields(task, "float64")).build([[lay_out(alone)]])

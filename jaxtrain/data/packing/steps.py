@@ -36,15 +36,13 @@ class StepShape:
 
     rows: int
     """B, rows of a microstep."""
-    microsteps: int
-    """A."""
+    microsteps: int | None
+    """A; None: as many as the rows of a step fill."""
     row_tokens: int
     """T, the longest row."""
     buckets: tuple[int, ...] = ()
     """Shorter T to which a step may be cut; each T that occurs costs a compilation."""
     normalize: Normalize = "token"
-    units: int | None = None
-    """Trees (branches, groups, samples) of a step; A is then the number that they fill."""
     fields: Fields = NLL
     """Weights and streams of every batch."""
 
@@ -53,21 +51,12 @@ class StepShape:
         """Possible T, ascending."""
         return tuple(sorted({*(n for n in self.buckets if n < self.row_tokens), self.row_tokens}))
 
-    def count_microsteps(self, rows: int) -> int:
-        """Return A for a number of rows: fixed, or with units the next of 1, 2, 3, 4, 6, 8, 12,
-        16, ..., so that few different numbers are compiled."""
-        if self.units is None:
-            return self.microsteps
-        needed, power = max(-(-rows // self.rows), 1), 1
-        while 2 * power < needed:
-            power *= 2
-        return next(n for n in (power, 3 * power // 2, 2 * power) if n >= needed)
-
     def build(self, rows: Sequence[Sequence[PackedTree]]) -> Batch:
         """Build a batch [A, B, T] of packed rows with the shortest T that fits; pads with rows."""
         used = max(sum(len(tree.tokens) for tree in row) for row in rows)
         length = next(n for n in self.lengths if n >= used)
-        rows = [*rows, *[[]] * (self.rows * self.count_microsteps(len(rows)) - len(rows))]
+        microsteps = self.microsteps or -(-len(rows) // self.rows)
+        rows = [*rows, *[[]] * (self.rows * microsteps - len(rows))]
         return stack_batches(
             [
                 build_batch(rows[start : start + self.rows], length, self.fields)
@@ -110,8 +99,8 @@ class StepIterator(grain.DatasetIterator):
             raise StopIteration
         batch = shape.build([[lay_out(tree, shape.normalize) for tree in row] for row in rows])
         shapes = self._totals["shapes"]
-        if list(batch.tokens.shape) not in shapes:
-            self._totals["shapes"] = [*shapes, list(batch.tokens.shape)]
+        if list(batch.tokens.shape[1:]) not in shapes:
+            self._totals["shapes"] = [*shapes, list(batch.tokens.shape[1:])]
         self._totals["batches"] += 1
         self._totals["rows"] += len(rows)
         self._totals["tokens"] += sum(tree.num_tokens for row in rows for tree in row)
@@ -125,6 +114,7 @@ class StepIterator(grain.DatasetIterator):
         try:
             if isinstance(self._packer, UnitPacker):
                 return next(self._packer)
+            assert self._shape.microsteps is not None, "steps of units have a UnitPacker"
             for _ in range(self._shape.rows * self._shape.microsteps):
                 rows.append(next(self._packer))
         except StopIteration:

@@ -187,7 +187,7 @@ def read_builder(task: DistillationTask, config: Config, rows: int) -> BatchBuil
     alike."""
     data = config.data
     return BatchBuilder(
-        StepShape(rows, 1, data.sequence_len, tuple(data.length_buckets), units=1),
+        StepShape(rows, None, data.sequence_len, tuple(data.length_buckets)),
         "token",
         (COMPONENT,),
         share_prompts=task.share_prompts,

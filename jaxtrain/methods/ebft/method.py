@@ -181,7 +181,7 @@ class FeatureMatchingPreparation(rl.PolicyPreparation):
         self.ends = end_of_turn_ids(network.tokenizer, config.env.raw)
         rows = config.data.micro_batch_size * row_shards(network.mesh)
         row_tokens, buckets = config.data.sequence_len, tuple(config.data.length_buckets)
-        self.shape = StepShape(rows, 1, row_tokens, buckets, units=1)
+        self.shape = StepShape(rows, None, row_tokens, buckets)
         parts = task.num_minibatches if config.rollout.streaming else 1
         self.most_groups = config.rollout.prompts_per_step // parts
         self.truth_features = FeatureCache()

@@ -93,7 +93,7 @@ def mismatch(batch: Batch, shape: StepShape) -> Batch | None:
             trees.append(combined_tree)
     rows = fit_rows([tree.num_tokens for tree in trees], shape.row_tokens)
     packed = [[lay_out(trees[index], "branch") for index in row] for row in rows]
-    return replace(shape, units=1, fields=FIELDS, normalize="branch").build(packed)
+    return replace(shape, microsteps=None, fields=FIELDS, normalize="branch").build(packed)
 
 
 Answer = tuple[np.ndarray, np.ndarray]

@@ -196,11 +196,9 @@ class PreferencePreparation:
     def baseline(self, batch: Batch, scorer: Scorer) -> float:
         """Return KTO's z0: the mean log-ratio of answers after mismatched prompts over the whole
         step, at least 0; 0 if the step has a single prompt."""
-        # units: the answers fill as many microsteps as they need.
         rows = batch.tokens.shape[1]
-        mismatched = mismatch(
-            batch, StepShape(rows, 1, self.data.row_tokens, self.buckets, units=1)
-        )
+        shape = StepShape(rows, None, self.data.row_tokens, self.buckets)
+        mismatched = mismatch(batch, shape)
         if mismatched is None:
             return 0.0
         policy, reference = (scorer.logp(mismatched, role) for role in (POLICY, REFERENCE))

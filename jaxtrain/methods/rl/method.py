@@ -166,7 +166,7 @@ def read_builder(task: PolicyTask, config: Config, rows: int) -> BatchBuilder:
     """Return how a round becomes batches with `rows` rows in a microstep."""
     data = config.data
     # units: the number of microsteps follows from what the groups fill.
-    shape = StepShape(rows, 1, data.sequence_len, tuple(data.length_buckets), units=1)
+    shape = StepShape(rows, None, data.sequence_len, tuple(data.length_buckets))
     return BatchBuilder(
         shape,
         task.resolved("average"),
