@@ -47,6 +47,10 @@ class AnswerEvaluator(Protocol):
         failed and must be repeated). Raises Interrupted when the run is to stop."""
         ...
 
+    def describe(self) -> str:
+        """Return how far the answers to the sets are; "": none are asked for. From any thread."""
+        ...
+
     def acknowledge(self) -> None:
         """Note that the collected numbers are written."""
         ...
@@ -63,6 +67,8 @@ class HeldOutEvaluation:
         """run_eval: the function of step.make_eval where it exists already."""
         self.config, self.task, self.bundle = config, task, roles.bundle
         self.run_eval = make_eval(roles.build, task.loss) if run_eval is None else run_eval
+        self.progress = ""
+        """How far it is."""
 
     def run(self, snapshot: ModelSnapshot, scorer: Scorer) -> dict[str, float]:
         """Return {"eval/loss": ..., "eval/1/loss": ..., ...}."""
@@ -88,6 +94,15 @@ class HeldOutEvaluation:
                     means[name] = numbers.pop(f"{prefix}/{name}")
         return by_dataset, numbers
 
+    def count(self, dataset: DatasetConfig, batches: Iterable[Batch]) -> Iterable[Batch]:
+        """Yield the batches, counted in `progress`."""
+        most = self.config.eval.max_batches
+        for number, batch in enumerate(batches, 1):
+            self.progress = f"batch {number:,}" + (f" of at most {most:,}" if most else "")
+            self.progress += f" of {dataset.path}"
+            yield batch
+        self.progress = ""
+
     def measure(
         self, snapshot: ModelSnapshot, dataset: DatasetConfig, scorer: Scorer
     ) -> dict[str, float]:
@@ -97,7 +112,9 @@ class HeldOutEvaluation:
         batches = self.task.data.eval_batches(dataset, self.bundle)
         batches = (
             prepared
-            for batch in itertools.islice(batches, self.config.eval.max_batches)
+            for batch in self.count(
+                dataset, itertools.islice(batches, self.config.eval.max_batches)
+            )
             for prepared in self.task.prepare(Round([batch], held_out=True), scorer).batches
         )
         means = average_batches(self.run_eval, snapshot.weights, batches, self.bundle.mesh)
@@ -182,7 +199,7 @@ class EvaluationHook(Hook):
         if session.signals.stop:
             return
         try:
-            with session.phase("evaluating"):
+            with session.phase("evaluating", self.describe):
                 snapshot = session.snapshot()
                 numbers = self.held_out.run(snapshot, session.scorer)
                 if self.answers is not None:
@@ -193,6 +210,11 @@ class EvaluationHook(Hook):
         self.reports.restart_clock()
         self.record(session.step, numbers)
 
+    def describe(self) -> str:
+        """Return how far an evaluation is; from any thread."""
+        answers = "" if self.answers is None else self.answers.describe()
+        return answers or self.held_out.progress
+
     def collect(self, *, wait: bool = False) -> bool:
         """Write the numbers of a deferred evaluation that is complete. Returns whether it failed
         and must be repeated."""
@@ -200,7 +222,7 @@ class EvaluationHook(Hook):
             return False
         waiting = "waiting for an evaluation"
         try:
-            with self.session.phase(waiting) if wait else nullcontext():
+            with self.session.phase(waiting, self.describe) if wait else nullcontext():
                 collected, repeat = self.answers.collect(wait=wait)
         except Interrupted:
             self.session.accept_stop()

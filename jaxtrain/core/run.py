@@ -76,6 +76,8 @@ def open_run(
                 sinks.log,
                 attempt=folder.attempt,
                 primary=primary,
+                compiling=compiled,
+                show=sinks.show,
             )
         )
         observed = bool(config.observers) or config.eval.patience is not None
@@ -174,11 +176,9 @@ def open_checkpoints(
 
 def describe_programs(session: Session) -> str:
     """Return a line about the step programs that the run may compile, whatever its batches hold."""
-    task, data = session.task, session.config.data
-    longest = task.data.row_tokens
-    lengths = {n for n in data.length_buckets if n < longest} | {longest}
-    shown = ", ".join(str(task.prepared_length(n)) for n in sorted(lengths))
-    rows = data.micro_batch_size * row_shards(session.bundle.mesh)
+    lengths = session.row_lengths
+    shown = ", ".join(map(str, lengths))
+    rows = session.config.data.micro_batch_size * row_shards(session.bundle.mesh)
     return (
         f"{len(lengths)} step program{'s' * (len(lengths) > 1)}: {rows} rows of {shown} tokens,"
         " however many microsteps a step has"

@@ -71,13 +71,21 @@ class Session:
     fine: Any = None
     """Whether the last step was finite, as a device array; set together with the state."""
     folder: Path = Path()
-    phase: Callable[[str], AbstractContextManager[object]] = nullcontext
+    phase: Callable[..., AbstractContextManager[object]] = lambda name, detail=None: nullcontext()
     signals: Any = None
     ended: bool = False
     """Whether an observer has ended the run."""
 
     def __post_init__(self) -> None:
         self.scorer = Scorer(self.snapshot, impl=self.config.model.logp)
+
+    @property
+    def row_lengths(self) -> list[int]:
+        """Tokens T of the rows that steps may have, ascending: a program for each."""
+        task, buckets = self.task, self.config.data.length_buckets
+        longest = task.data.row_tokens
+        lengths = {n for n in buckets if n < longest} | {longest}
+        return sorted(map(task.prepared_length, lengths))
 
     @property
     def bundle(self) -> Any:
@@ -158,6 +166,10 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
         state = abstract_state(
             roles.trained_shapes, optimizer, roles.copy_shapes, config.optim.offload
         )
+        run_step = make_step(
+            build, loss, coef, optimizer, config.optim.max_grad_norm, update_biases, noise
+        )
+        run_step.prefers_single = not task.varying_microsteps
         return Session(
             config=config,
             task=task,
@@ -165,16 +177,7 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
             rounds=rounds,
             optimizer=optimizer,
             schedule=schedule,
-            run_step=make_step(
-                build,
-                loss,
-                coef,
-                optimizer,
-                config.optim.max_grad_norm,
-                update_biases,
-                noise,
-                single=not task.varying_microsteps,
-            ),
+            run_step=run_step,
             # Without balance and noise: held-out numbers are those of the task alone.
             run_eval=make_eval(roles.build, task.loss),
             state=state,

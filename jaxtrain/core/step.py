@@ -196,8 +196,6 @@ def make_step(
     max_grad_norm: float | None,
     update_biases: Callable[[Params, jax.Array], Params] | None = None,
     noise: StepNoise | None = None,
-    *,
-    single: bool = False,
 ) -> "TrainStep":
     """Return the step `(state, batch [A, B, T], frozen={}, fine=True) -> (state, output)`.
 
@@ -206,10 +204,6 @@ def make_step(
     of the step before. update_biases: changes the updated parameters by the load of experts
     [layers, E] over the whole step, which the loss then has among its metrics. Without `noise` the
     models run as in evaluation.
-
-    Whatever A is, the same programs run, once a microstep and once a step. single: a batch of one
-    microstep is one program, `TrainStep.single`, instead: XLA fuses and schedules it better, and it
-    keeps no accumulator.
     """
 
     def micro_loss(params: Params, frozen: Params, micro: Batch, denoms, rng_bits: Any):
@@ -284,7 +278,7 @@ def make_step(
         state, output = update(state, sums, fine)
         return state, output._replace(micro_loss=(total,))
 
-    return TrainStep(tuple(coef), differentiate, add_micro, update, single_step, single)
+    return TrainStep(tuple(coef), differentiate, add_micro, update, single_step)
 
 
 class TrainStep:
@@ -297,14 +291,15 @@ class TrainStep:
         add_micro: Callable,
         update: Callable,
         single_step: Callable,
-        single: bool,
     ):
         self.components, self.differentiate, self.add_micro = components, differentiate, add_micro
         self.gradient_point = jax.jit(gradient_point)
         self.update = jax.jit(update, donate_argnums=0)
         self.single = jax.jit(single_step, donate_argnums=0)
         """The step of a batch [1, B, T] on the devices."""
-        self.prefers_single = single
+        self.prefers_single = False
+        """Whether a batch of one microstep is the program `single`, instead of those that any
+        number takes: XLA fuses and schedules it better, and it keeps no accumulator."""
         self._opened: dict[Any, tuple[Callable, Callable]] = {}
 
     def __call__(

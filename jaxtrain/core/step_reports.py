@@ -61,8 +61,10 @@ class StepReports(Hook):
             # Compiling may take minutes: report the step before it first.
             self.flush()
             self.programs.add((rows, tokens, single))
+            last = max(len(self.programs), len(self.session.row_lengths))
             self.sinks.log(
-                f"compiling step program {len(self.programs)}: {rows} rows of {tokens} tokens"
+                f"compiling step program {len(self.programs)} of {last}: {rows} rows of {tokens}"
+                " tokens"
             )
 
     @override

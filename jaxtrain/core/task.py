@@ -85,8 +85,11 @@ class TrainingContext(Protocol):
         """Mix `share` of the trained parameters into a role that is a moving copy."""
         ...
 
-    def phase(self, name: str, /) -> AbstractContextManager[object]:
-        """Name what the loop is doing, such as "waiting for answers", for the watchdog."""
+    def phase(
+        self, name: str, detail: Callable[[], str] | None = None, /
+    ) -> AbstractContextManager[object]:
+        """Name what the loop is doing, such as "waiting for answers", for people and the watchdog.
+        detail: how far it is; called by another thread."""
         ...
 
     def stop_requested(self) -> bool:

@@ -7,6 +7,8 @@ hold instructions of the one that compiled them, so they lie in a folder of that
 import hashlib
 import os
 import platform
+import threading
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +19,30 @@ MAX_BYTES = 20 * 2**30
 """Size beyond which the least recently used programs are deleted."""
 
 
+TRACED = "/jax/core/compile/jaxpr_trace_duration"
+LOWERED = "/jax/core/compile/jaxpr_to_mlir_module_duration"
+COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
 class CompileCounter:
     """Context that counts what jax compiles in it."""
 
     def __init__(self) -> None:
-        self.programs, self.cached, self.seconds = 0, 0, 0.0
+        self.programs, self.cached = 0, 0
+        self.seconds: Counter[str] = Counter()
+        """Tracing, lowering and XLA of all programs, whichever thread compiled them."""
+        self.ahead: set[int] = set()
+        """Threads that compile beside the work, which does not wait for them."""
+        self.blocked = 0.0
+        """Seconds of all other threads."""
+        self._traced: dict[int, float] = {}
+        """Seconds of each thread's last trace: those of the functions within are part of it."""
+        self._current: dict[int, str] = {}
+
+    @property
+    def current(self) -> str:
+        """Name of a program that XLA compiles now, or "". A jitted function's name."""
+        return next(iter(list(self._current.values())), "")
 
     def __enter__(self) -> "CompileCounter":
         jax.monitoring.register_event_duration_secs_listener(self._add_seconds)
@@ -34,17 +55,38 @@ class CompileCounter:
 
     def describe(self) -> str:
         """Return a line: programs, those read from the cache on disk, and seconds."""
+        parts = [f"{name} {self.seconds[name]:.1f} s" for name in ("tracing", "lowering", "XLA")]
         return (
-            f"programs: {self.programs}, {self.cached} of them from the cache on disk,"
-            f" {self.seconds:.1f} s"
+            f"programs: {self.programs}, {self.cached} of them from the cache on disk;"
+            f" {', '.join(parts)}"
         )
 
     def _add_seconds(self, event: str, seconds: float, **values: Any) -> None:
-        if event == "/jax/core/compile/backend_compile_duration":
-            self.programs, self.seconds = self.programs + 1, self.seconds + seconds
+        thread = threading.get_ident()
+        if event == TRACED:
+            self._traced[thread] = seconds
+            return
+        if event == LOWERED:
+            self.seconds["tracing"] += (traced := self._traced.pop(thread, 0.0))
+            self.seconds["lowering"] += seconds
+            seconds += traced
+            self._current[thread] = read_name(values.get("fun_name"))
+        elif event == COMPILED:
+            self.programs += 1
+            self.seconds["XLA"] += seconds
+            self._current.pop(thread, None)
+        else:
+            return
+        if thread not in self.ahead:
+            self.blocked += seconds
 
     def _add_hit(self, event: str, **values: Any) -> None:
         self.cached += event == "/jax/compilation_cache/cache_hits"
+
+
+def read_name(name: object) -> str:
+    """Return a function's name from jax's "jit(name)"."""
+    return str(name or "a program").removeprefix("jit(").removesuffix(")")
 
 
 def default_folder() -> Path:

@@ -113,6 +113,10 @@ class Producer:
         # In the event loop's thread, which owns the tasks.
         self._loop.call_soon(lambda: self._drop_older(version))
 
+    def describe(self) -> str:
+        """Return how many groups are still played; from any thread."""
+        return f"{len(self._playing)} groups to come"
+
     def state(self) -> dict[str, Any]:
         """Return the cursor: slots marked done stay done, all others will be played again."""
         return self.prompts.state()

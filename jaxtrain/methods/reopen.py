@@ -45,17 +45,16 @@ def open_trained(
     *,
     frozen: bool = True,
     all_roles: bool = False,
-    policy: str | None = None,
     all_policies: bool = False,
     own_dtype: bool = False,
 ) -> Trained:
     """Open a run's output_dir, a Hugging Face or PEFT folder, or a Hub id. UserError for others.
 
     overrides: section.key=value on top of the run's saved config. frozen=False: of a run with
-    adapters, load only the trained weights. all_roles: include the method's other models. policy:
-    the policy to open where a run trained several. all_policies: open all of them on one base;
-    `snapshot` is the first. own_dtype: compute with a folder in the dtype that it is stored in, as
-    vLLM and transformers do, instead of float32; a run always computes as it trained.
+    adapters, load only the trained weights. all_roles: include the method's other models.
+    all_policies: of a run that trained several, open all on one base; `snapshot` is the first.
+    own_dtype: compute with a folder in the dtype that it is stored in, as vLLM and transformers do,
+    instead of float32; a run always computes as it trained.
     """
     path = Path(name)
     saved = path / "config.json"
@@ -77,8 +76,7 @@ def open_trained(
     # What is exported still names the base where it was.
     openable = with_saved_base(config, path) if is_run else config
     policies = list_trained(config) if is_run else ()
-    chosen = policies if all_policies else tuple(name for name in policies if name == policy)
-    if policies and not chosen:
+    if policies and not all_policies:
         raise UserError(
             f"{path} has trained several policies ({', '.join(policies)}); name the adapter of one,"
             f" {path / 'model' / policies[0]}, which jaxtrain export {path} writes"
@@ -91,7 +89,7 @@ def open_trained(
         weights, base, copies = roles.open(0)
         return Trained(config, task, ModelSnapshot(roles, {**base, **copies, **weights}, 0))
     run_shapes = {"params": roles.trained_shapes, **roles.copy_shapes}
-    policy_shapes = dict.fromkeys(chosen, run_shapes)
+    policy_shapes = dict.fromkeys(policies, run_shapes)
     restored = load_checkpoint(
         path / "checkpoints", policy_shapes if policies else run_shapes, step
     )
@@ -106,9 +104,9 @@ def open_trained(
 
     if not policies:
         return Trained(config, task, make_snapshot(restored.arrays))
-    snapshots = {name: make_snapshot(restored.arrays[name]) for name in chosen}
+    snapshots = {name: make_snapshot(restored.arrays[name]) for name in policies}
     first = next(iter(snapshots.values()))
-    return Trained(config, task, first, snapshots if all_policies else {})
+    return Trained(config, task, first, snapshots)
 
 
 def choose_dtypes(model: str, overrides: Sequence[str], own_dtype: bool) -> dict[str, str]:

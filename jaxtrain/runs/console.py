@@ -89,11 +89,13 @@ class Console:
             self._bar = Progress(
                 TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
                 BarColumn(bar_width=None),
-                TextColumn("{task.percentage:>3.0f}%  {task.fields[times]}"),
+                TextColumn("{task.percentage:>3.0f}%  {task.fields[times]}{task.fields[doing]}"),
                 console=self._rich,
                 expand=True,
             )
-            self._task = self._bar.add_task("", total=total_steps, completed=start_step, times="")
+            self._task = self._bar.add_task(
+                "", total=total_steps, completed=start_step, times="", doing=""
+            )
             self._bar.start()
 
     def write(self, step: int, values: dict[str, float]) -> None:
@@ -109,6 +111,11 @@ class Console:
                 self._bar.update(self._task, completed=step, times=times)
         if evals:
             self.log(format_eval(step, evals))
+
+    def show(self, text: str) -> None:
+        """Show a text behind the bar, in place of the last one."""
+        if (bar := self._bar) is not None:
+            bar.update(self._task, doing=f"  {escape_control_chars(text)}" if text else "")
 
     def log(self, text: str) -> None:
         """Print a message above the bar and append it to log.txt."""

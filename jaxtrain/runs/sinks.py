@@ -115,6 +115,11 @@ class Sinks:
             except Exception as error:
                 self._drop(self.console, error)
 
+    def show(self, text: str) -> None:
+        """Show beside the bar what takes long; "": nothing does."""
+        if self.console is not None:
+            self.console.show(text)
+
     def summarize(self, text: str) -> None:
         """Set the text that the console shows at the very end."""
         self._summary = text

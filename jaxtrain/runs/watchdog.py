@@ -17,15 +17,13 @@ import signal
 import socket
 import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.runs.manifest import write_atomically
+from jaxtrain.runs.progress import Compiling, LogFunction, Progress
 from jaxtrain.text_safety import escape_control_chars, shorten
-
-LogFunction = Callable[[str], None]
 
 BEAT_SECONDS = 10.0
 """Longest time between two writes of heartbeat.json while the process is alive."""
@@ -47,7 +45,10 @@ class Watchdog:
         *,
         attempt: int = 1,
         primary: bool = True,
+        compiling: Compiling | None = None,
+        show: LogFunction = lambda text: None,
     ):
+        """show: gets what has lasted for some seconds, and "", about every second."""
         self.folder, self.seconds, self.log, self.primary = Path(folder), seconds, log, primary
         self._facts: dict[str, Any] = {
             "state": "running",
@@ -59,9 +60,9 @@ class Watchdog:
             "pid": os.getpid(),
             "host": platform.node(),
         }
-        self._step, self._phases = 0, ["training"]
-        self._spent: Counter[str] = Counter()
-        self._since = time.monotonic()
+        self._step = 0
+        self.progress, self.show = Progress(log, compiling), show
+        self._shown = ""
         self._written = -math.inf
         self._move()
         self._stop = threading.Event()
@@ -75,6 +76,7 @@ class Watchdog:
     def start(self, total_steps: int, start_step: int) -> None:
         """Record that training goes from `start_step` (steps already done) to `total_steps`."""
         self._facts |= {"total_steps": total_steps, "start_step": start_step}
+        self.progress.rename("training")
         self._step = max(self._step, start_step)
         self._move()
 
@@ -83,30 +85,14 @@ class Watchdog:
         self._facts |= {"state": "stopped", "message": reason}
 
     @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Set what the loop does inside the context: "waiting for data", "saving a checkpoint"."""
-        self._spend()
-        self._phases.append(name)
-        self._move()
-        try:
-            yield
-        finally:
-            self._spend()
-            self._phases.pop()
+    def phase(self, name: str, detail: Callable[[], str] | None = None) -> Iterator[None]:
+        """Set what the loop does inside the context; see Progress.phase."""
+        with self.progress.phase(name, detail):
             self._move()
-
-    def _spend(self) -> None:
-        """Count the time since the last change of phase for the current one."""
-        now = time.monotonic()
-        self._spent[self._phases[-1]] += now - self._since
-        self._since = now
-
-    def describe_times(self) -> str:
-        """Return a line of the seconds that this attempt has spent in each phase so far, the
-        longest first and none under half a second; time in an inner phase is not the outer's."""
-        self._spend()
-        shown = [f"{name} {spent:.1f}" for name, spent in self._spent.most_common() if spent > 0.5]
-        return f"seconds: {', '.join(shown)}" if shown else ""
+            try:
+                yield
+            finally:
+                self._move()
 
     def __enter__(self) -> "Watchdog":
         self._move()
@@ -128,6 +114,11 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._stop.wait(min(1.0, self.seconds / 4)):
+            self.show(self.progress.tick())
+            if (shown := self.progress.describe()) != self._shown:
+                # An answer that ended, or another program: the phase goes on.
+                self._shown = shown
+                self._move()
             if self._changed or time.monotonic() - self._written >= BEAT_SECONDS:
                 self._write_heartbeat()
             idle = time.monotonic() - self._moved
@@ -140,7 +131,7 @@ class Watchdog:
         beat = {
             **self._facts,
             "step": self._step,
-            "phase": self._phases[-1],
+            "phase": self.progress.describe(),
             "time": round(time.time(), 3),
             "moved": round(self._moved_at, 3),
         }
@@ -151,13 +142,13 @@ class Watchdog:
     def _report(self, idle: float) -> None:
         path, stacks = self.folder / "stacks.txt", ""
         with contextlib.suppress(OSError), path.open("a") as file:
-            file.write(f"\n=== {time.ctime()}: {self._phases[-1]}, {idle:.0f} s\n")
+            file.write(f"\n=== {time.ctime()}: {self.progress.describe()}, {idle:.0f} s\n")
             file.flush()
             faulthandler.dump_traceback(file, all_threads=True)
             stacks = f"; the stacks of all threads are in {path}"
         self.log(
             f"warning: nothing has moved for {idle:.0f} s after step {self._step}:"
-            f" {self._phases[-1]}{stacks}"
+            f" {self.progress.describe()}{stacks}"
         )
 
 

@@ -13,7 +13,7 @@ from jax.experimental.compilation_cache import compilation_cache
 from toy_run import EVEN_TOKENS, MODEL
 
 from jaxtrain.distributed import compile_cache
-from jaxtrain.distributed.compile_cache import keep_compiled
+from jaxtrain.distributed.compile_cache import CompileCounter, keep_compiled
 
 ROOT = Path(__file__).parents[2]
 
@@ -64,6 +64,21 @@ def test_nothing_changes_where_it_cannot_help(accelerator, monkeypatch, tmp_path
     assert compile_cache.default_folder().parts[-2:] == ("jaxtrain", "compiled")
     assert keep_compiled() is None
     assert jax.config.jax_compilation_cache_dir is None
+
+
+def test_the_counter_names_programs_and_adds_up_their_seconds():
+    names = []
+    with CompileCounter() as counter:
+        counter._add_seconds(compile_cache.TRACED, 1.0, fun_name="within")
+        counter._add_seconds(compile_cache.TRACED, 3.0, fun_name="step")
+        counter._add_seconds(compile_cache.LOWERED, 5.0, fun_name="jit(step)")
+        names.append(counter.current)
+        counter._add_seconds(compile_cache.COMPILED, 7.0, fun_name="jit(step)")
+        names.append(counter.current)
+        assert (names, counter.programs, counter.blocked) == (["step", ""], 1, 15.0)
+        assert counter.describe().endswith("tracing 3.0 s, lowering 5.0 s, XLA 7.0 s")
+        jax.block_until_ready(jax.jit(lambda x: jnp.cos(x) * 0.321)(jnp.ones(3)))
+    assert counter.programs >= 2 and counter.current == ""
 
 
 COUNT = """

@@ -62,7 +62,7 @@ def begin(source, engine, version):
 
     roles = SimpleNamespace(rebuild=lambda role: None, trained="policy")
     held = SimpleNamespace(roles=roles, params=dict)
-    live = SimpleNamespace(snapshot=lambda: held, phase=lambda name: nullcontext(), auxiliary={})
+    live = SimpleNamespace(snapshot=lambda: held, phase=lambda *words: nullcontext(), auxiliary={})
     source.access = SimpleNamespace(publisher=SimpleNamespace(publish=publish), policies=())
     source.version, source._trained = version - 1, True
     source.finish(live, interrupted=False)

@@ -79,7 +79,7 @@ class Session:
     def prepare(self, round):
         return round
 
-    def phase(self, name):
+    def phase(self, name, detail=None):
         return nullcontext()
 
     def stop_requested(self):

@@ -108,7 +108,7 @@ class Live:
     def snapshot(self):
         return self.now
 
-    def phase(self, name):
+    def phase(self, name, detail=None):
         return contextlib.nullcontext()
 
 

@@ -51,7 +51,7 @@ def test_no_report_while_things_move(tmp_path):
 def test_heartbeat_tells_step_and_phase(tmp_path):
     path = tmp_path / "heartbeat.json"
     with Watchdog(tmp_path, 0.4, print) as watchdog:
-        watchdog.beat(3)
+        watchdog.start(9, 3)
         with watchdog.phase("saving"):
             wait_until(lambda: path.exists() and "saving" in path.read_text())
             beat = json.loads(path.read_text())
@@ -182,19 +182,3 @@ def test_profile_window_covers_its_steps(tmp_path, start, traced):
             seen += [step] if window.tracing else []
     assert seen == traced
     assert bool(list(tmp_path.rglob("*.xplane.pb"))) == bool(traced)
-
-
-def test_seconds_of_phases_are_those_without_what_lies_within(tmp_path, monkeypatch):
-    watchdog = Watchdog(tmp_path, 100, print)
-    now = 0.0
-    monkeypatch.setattr("jaxtrain.runs.watchdog.time.monotonic", lambda: now)
-    watchdog._since = now
-    with watchdog.phase("outer"):
-        now = 4.0
-        with watchdog.phase("inner"):
-            now = 10.0
-        now = 11.0
-        with watchdog.phase("short"):
-            now = 11.2
-    now = 14.0
-    assert watchdog.describe_times() == "seconds: inner 6.0, outer 5.0, training 2.8"

@@ -186,6 +186,10 @@ class AnswerEvaluation:
 
         return broadcast_or_raise("evaluations", take) if self.defers else (None, False)
 
+    def describe(self) -> str:
+        """Return how far the sets are that are answered on process 0; see AnswerEvaluator."""
+        return "" if self.sets is None else self.sets.progress
+
     def acknowledge(self) -> None:
         """Delete the note of the evaluation that was under way: its numbers are written."""
         if self.background is not None:

@@ -10,7 +10,7 @@ pass@j is the unbiased estimate from k answers of which c solve the problem (Che
 """
 
 import asyncio
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
 from typing import Any
@@ -84,13 +84,14 @@ async def answer_set(
     sampling: Sampling,
     rules: SetRules,
     failures: Failures | None = None,
+    on_answer: Callable[[Episode], None] = lambda episode: None,
 ) -> list[AnsweredProblem]:
     """Answer every row `rules.k` times.
 
     The same rows, weights and sampling.seed give the same
     answers, wherever in a run that happens. Episodes and judgments that fail are counted, and
     reported to `failures`; they do not end the run, unless a mistake must be corrected and nothing
-    has worked yet.
+    has worked yet. on_answer: called with each episode when it has ended, not yet judged.
     """
     gate, k = asyncio.Semaphore(rules.max_running), rules.k
     rewards, policies = rules.rewards, rules.policies
@@ -106,6 +107,7 @@ async def answer_set(
                 failures.add(failure)
                 return None
             failures.add(None)
+            on_answer(episode)
             return episode
 
     async def judge(

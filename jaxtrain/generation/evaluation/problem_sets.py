@@ -20,7 +20,7 @@ from jaxtrain.generation.dataset_envs import measure_prompts
 from jaxtrain.generation.engine import Engine
 from jaxtrain.generation.engines import seed_sampling
 from jaxtrain.generation.episode_engine import with_policies
-from jaxtrain.generation.episodes import Env
+from jaxtrain.generation.episodes import Env, Episode
 from jaxtrain.generation.evaluation.eval_sets import (
     AnsweredProblem,
     SetRules,
@@ -54,6 +54,8 @@ class ProblemSets:
         self.envs, self.rewards, self.sampling = envs, rewards, seed_sampling(config)
         self.show, self.patience, self.log = config.eval.show, config.env.step_timeout, log
         self.frozen, self.policies = open_frozen(config), list_judges(config)
+        self.progress, self.num_drawn = "", 0
+        """How far the set is that is being answered; tokens of all answers so far."""
 
     def run(
         self,
@@ -76,6 +78,7 @@ class ProblemSets:
             try:
                 answered = loop.run(self.answer(index, section, rows, engine))
             finally:
+                self.progress = ""
                 loop.close(engine.close)
             numbers = summarize(answered, section.k, section.threshold)
             metrics |= {f"eval/{section.label}/{name}": value for name, value in numbers.items()}
@@ -91,6 +94,13 @@ class ProblemSets:
         self, index: int, section: EvalSetConfig, rows: Sequence[Mapping[str, Any]], engine: Engine
     ) -> list[AnsweredProblem]:
         """Return one set's answers, judged."""
+        ended, count = 0, len(rows) * section.k
+
+        def note(episode: Episode) -> None:
+            nonlocal ended
+            ended, self.num_drawn = ended + 1, self.num_drawn + episode.num_sampled
+            self.progress = f"{ended:,} of {count:,} answers to {section.label}"
+
         try:
             answered = await answer_set(
                 rows,
@@ -99,6 +109,7 @@ class ProblemSets:
                 set_sampling(self.sampling, section),
                 SetRules(self.rewards.only(section.rewards), section.k, self.policies),
                 Failures(log=self.log),
+                note,
             )
         except UserError as error:
             raise UserError(f"eval.sets.{index} ({section.path}): {error}") from None

@@ -116,6 +116,10 @@ class RemoteProducer:
         self._thread = threading.Thread(target=self._poll, name="rollout service", daemon=True)
         self._thread.start()
 
+    def describe(self) -> str:
+        """Return how many groups were requested and did not come; from any thread."""
+        return f"{self._requested - self._taken} groups to come"
+
     def stop_when(self, should_stop: Callable[[], bool]) -> None:
         """Stop waiting for slots once `should_stop` returns True; it is polled."""
         self._should_stop = should_stop

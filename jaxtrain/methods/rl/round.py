@@ -163,7 +163,8 @@ class RolloutRounds:
             self._began, self._waited, self._scored = start, 0.0, 0.0
             self._step_share = context.step / self.total_steps
         try:
-            with context.phase("waiting for answers and rewards"):
+            detail = None if self.stages is None else self.producer.describe
+            with context.phase("waiting for answers and rewards", detail):
                 batches = self._draw_everywhere()
         except StopIteration:  # the epochs are over, in fewer steps than they could have taken
             self.total_steps = context.step
