@@ -8,7 +8,6 @@ import hashlib
 import os
 import platform
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +28,7 @@ class CompileCounter:
 
     def __init__(self) -> None:
         self.programs, self.cached = 0, 0
-        self.seconds: Counter[str] = Counter()
+        self.seconds = dict.fromkeys(("tracing", "lowering", "XLA"), 0.0)
         """Tracing, lowering and XLA of all programs, whichever thread compiled them."""
         self.ahead: set[int] = set()
         """Threads that compile beside the work, which does not wait for them."""
@@ -55,7 +54,7 @@ class CompileCounter:
 
     def describe(self) -> str:
         """Return a line: programs, those read from the cache on disk, and seconds."""
-        parts = [f"{name} {self.seconds[name]:.1f} s" for name in ("tracing", "lowering", "XLA")]
+        parts = [f"{name} {seconds:.1f} s" for name, seconds in self.seconds.items()]
         return (
             f"programs: {self.programs}, {self.cached} of them from the cache on disk;"
             f" {', '.join(parts)}"

@@ -120,8 +120,8 @@ def choose_dtypes(model: str, overrides: Sequence[str], own_dtype: bool) -> dict
         model = word.partition("=")[2] if word.startswith("model.path=") else model
     file = find_folder(model, weights=True) / "config.json"
     raw = read_object(file) if file.is_file() else {}
-    text = raw.get("text_config") if isinstance(raw.get("text_config"), dict) else {}
-    dtypes = [part.get(key) for part in (raw, text) for key in ("dtype", "torch_dtype")]
+    parts = [part for part in (raw, raw.get("text_config")) if isinstance(part, dict)]
+    dtypes = [part.get(key) for part in parts for key in ("dtype", "torch_dtype")]
     # Numbers of float16 folders may lie beyond what bfloat16 resolves.
     dtype = "bfloat16" if "bfloat16" in dtypes else "float32"
     return {"param_dtype": dtype, "compute_dtype": dtype}

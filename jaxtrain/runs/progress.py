@@ -10,7 +10,7 @@ around it. No jax.
 import contextlib
 import threading
 import time
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -55,7 +55,7 @@ class Progress:
         self.announce, self.clock = announce, clock
         self.compiling: Compiling = compiling or NothingCompiles()
         self._phases: list[Phase] = [Phase(STARTING, clock())]
-        self._spent: Counter[str] = Counter()
+        self._spent: dict[str, float] = defaultdict(float)
         self._since, self._blocked = clock(), self.compiling.blocked
         self._announced: set[str] = set()
 
@@ -103,7 +103,8 @@ class Progress:
         """Return a line of the seconds spent in each phase so far, the longest first and none under
         half a second; time in an inner phase, and compiling, is not the outer's."""
         self._spend()
-        shown = [f"{name} {spent:.1f}" for name, spent in self._spent.most_common() if spent > 0.5]
+        longest = sorted(self._spent.items(), key=lambda entry: -entry[1])
+        shown = [f"{name} {spent:.1f}" for name, spent in longest if spent > 0.5]
         return f"seconds: {', '.join(shown)}" if shown else ""
 
     def _spend(self) -> None:

@@ -28,6 +28,8 @@ def open_data(config: Config, tokenizer: Any) -> OfflineData:
 
 def make(config: Config) -> Task:
     """Build the task: negative log-likelihood over trees, or over branches, by task.mode."""
+    task = config.task
+    assert isinstance(task, TreeTask)
     bundle = build_model_bundle(config)
     check_trees(config, bundle.architecture)
     return Task(
@@ -35,7 +37,7 @@ def make(config: Config) -> Task:
         loss=of_policy(partial(nll_loss, impl=config.model.logp)),
         coef={"nll": 1.0},
         data=open_data(config, bundle.tokenizer),
-        varying_microsteps=config.task.units_per_step is not None,
+        varying_microsteps=task.units_per_step is not None,
     )
 
 
