@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -17,8 +19,8 @@ from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
     from jaxtrain.config import Config
-    from jaxtrain.core.roles import ModelSnapshot
-    from jaxtrain.core.task import Task
+    from jaxtrain.methods.reopen import Trained
+    from jaxtrain.runs.progress import Progress
 
 
 def run_eval(argv: list[str]) -> int:
@@ -63,6 +65,26 @@ def evaluate_command(
     """The verb `eval`: held-out loss, the task's own numbers and answered problems of a run's
     newest checkpoint, or of a config's model. What is generated goes to `output`, by default the
     run's folder `eval`. Of several processes the first answers, prints and writes."""
+    from jaxtrain.distributed.compile_cache import CompileCounter
+    from jaxtrain.distributed.mesh import is_main_process
+    from jaxtrain.runs.progress import Progress, ProgressTicker
+
+    with CompileCounter() as compiled:
+        if not is_main_process():
+            return evaluate(run, config_path, overrides, output, Progress(silent))
+        with ProgressTicker(compiled) as progress:
+            evaluate(run, config_path, overrides, output, progress)
+        print(progress.describe_times(), compiled.describe(), sep="\n", file=sys.stderr)
+
+
+def evaluate(
+    run: Path | None,
+    config_path: str | None,
+    overrides: list[str],
+    output: Path | None,
+    progress: Progress,
+) -> None:
+    """Evaluate on this process, see evaluate_command."""
     import jax
 
     from jaxtrain.config import load_config
@@ -71,15 +93,16 @@ def evaluate_command(
     from jaxtrain.core.scorer import Scorer
     from jaxtrain.distributed.mesh import is_main_process
     from jaxtrain.methods.registry import make_task
-    from jaxtrain.methods.reopen import alone, open_trained
+    from jaxtrain.methods.reopen import Trained, alone, open_trained
 
     log = print if is_main_process() else silent
     if run is not None:
         require_data(read_run(run, overrides))
-        opened = open_trained(
-            str(run), overrides, all_roles=True, all_policies=True, own_dtype=True
-        )
-        config, task, snapshot, policies = opened
+        with progress.phase("reading the weights"):
+            trained = open_trained(
+                str(run), overrides, all_roles=True, all_policies=True, own_dtype=True
+            )
+        config, task, snapshot, _ = trained
         log(f"{run}, step {snapshot.step}, computing in {config.model.compute_dtype}")
     else:
         assert config_path is not None, "the command line gives one of the two"
@@ -87,13 +110,16 @@ def evaluate_command(
         require_data(config)
         task = make_task(config)
         roles = Roles(task.roles)
-        trained, frozen, copies = roles.open(config.run.seed)
-        snapshot, policies = ModelSnapshot(roles, {**frozen, **copies, **trained}, 0), {}
+        with progress.phase("reading the weights"):
+            weights, frozen, copies = roles.open(config.run.seed)
+        snapshot = ModelSnapshot(roles, {**frozen, **copies, **weights}, 0)
+        trained = Trained(config, task, snapshot)
     datasets, sets = config.data.eval_datasets, config.eval.sets
     evaluation = HeldOutEvaluation(config, task, snapshot.roles)
     scorer = Scorer(lambda: snapshot, impl=config.model.logp)
     with jax.set_mesh(task.mesh):
-        by_dataset, method_metrics = evaluation.list_numbers(snapshot, scorer)
+        with progress.phase("evaluating", lambda: evaluation.progress):
+            by_dataset, method_metrics = evaluation.list_numbers(snapshot, scorer)
         for dataset, means in zip(datasets, by_dataset, strict=True):
             shown = "  ".join(f"{name} {value:.6g}" for name, value in means.items())
             log(f"{dataset.path} ({dataset.split}): {shown or 'no trained token'}")
@@ -106,7 +132,7 @@ def evaluate_command(
             if run is not None and (run / "checkpoints").is_dir():
                 folder = run
             target = folder / "eval" if output is None else output
-            generate_into(target, config, task, snapshot, policies, log, in_run=output is None)
+            generate_into(target, trained, log, progress, in_run=output is None)
 
 
 NOTHING = (
@@ -142,18 +168,15 @@ def silent(text: str) -> None:
 
 def generate_into(
     folder: Path,
-    config: Config,
-    task: Task,
-    snapshot: ModelSnapshot,
-    policies: Mapping[str, ModelSnapshot],
+    trained: Trained,
     log: Callable[[str], None],
+    progress: Progress,
     *,
     in_run: bool = True,
 ) -> None:
     """Answer the problem sets of section eval with the weights; prints the numbers, appends them to
     metrics.jsonl in `folder` and puts the answers as samples.jsonl there once all are written.
-    policies: of several that are trained each one's. in_run: whether `folder` belongs to the run
-    around it."""
+    in_run: whether `folder` belongs to the run around it."""
     from jaxtrain.distributed.mesh import is_main_process
     from jaxtrain.generation.engines import find_engine, with_secrets
     from jaxtrain.generation.evaluation.answers import ServingEngine, SetAnswers
@@ -162,6 +185,7 @@ def generate_into(
     from jaxtrain.runs.samples import SAMPLES, append_samples
     from jaxtrain.runs.sinks import JsonLines
 
+    config, task, snapshot, policies = trained
     parts, samples = snapshot.roles.bundle, folder / SAMPLES
     with ExitStack() as stack:
         sets = open_problem_sets(config, parts, log)
@@ -207,7 +231,16 @@ def generate_into(
             ServingEngine(kind.serves, engine),
             log,
         )
-        metrics = answers.measure(snapshot, policies)
+        began = time.monotonic()
+
+        def count() -> str:
+            if sets is None or not sets.progress:
+                return ""
+            rate = sets.num_drawn / (time.monotonic() - began)
+            return f"{sets.progress}, {rate:,.0f} tokens/s"
+
+        with progress.phase("answering", count):
+            metrics = answers.measure(snapshot, policies)
         if is_main_process():
             os.replace(scratch / SAMPLES, samples)
             file = JsonLines(folder / "metrics.jsonl")

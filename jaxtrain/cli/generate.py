@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from jaxtrain.config import DatasetConfig
     from jaxtrain.generation.engine import Completion
     from jaxtrain.generation.episodes import Episode
+    from jaxtrain.runs.progress import Progress
 
 
 MAX_INPUT = 2**29
@@ -87,6 +89,8 @@ def generate_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
     from jaxtrain.cli.answer_file import AnswerFile
     from jaxtrain.cli.play import ENV_KEYS, AnswerWriter
+    from jaxtrain.distributed.compile_cache import CompileCounter
+    from jaxtrain.runs.progress import ProgressTicker
     from jaxtrain.runs.run_files import require_writable
 
     if args.env and (args.raw or args.system):
@@ -121,14 +125,20 @@ def generate_command(args: argparse.Namespace) -> None:
             overwrite=args.overwrite,
             shard_rows=args.shard_rows,
         )
-    writer = AnswerWriter(args.model, args.overrides, raw, args.draft, acts=args.env)
+    with CompileCounter() as compiled, ProgressTicker(compiled) as progress:
+        with progress.phase("reading the weights"):
+            writer = AnswerWriter(args.model, args.overrides, raw, args.draft, acts=args.env)
+        if rows and not args.env:
+            answer_requests(args, writer, requests, file, progress)
+            if file is not None:
+                print(progress.describe_times(), compiled.describe(), sep="\n", file=sys.stderr)
+        elif rows:
+            played = [env_row(row, origin) for row, origin in rows]
+            with progress.phase("playing"):
+                episodes = writer.play(played)
+            write_records(args, played, list(map(describe_episode, episodes)))
     if not rows:
         converse(writer, args.system, args.env)
-    elif args.env:
-        played = [env_row(row, origin) for row, origin in rows]
-        write_records(args, played, list(map(describe_episode, writer.play(played))))
-    else:
-        answer_requests(args, writer, requests, file)
     if (counted := writer.sampler.acceptance) is not None:
         print(
             f"draft: {counted.mean:.2f} tokens a pass, {counted.accepted} of"
@@ -142,6 +152,7 @@ def answer_requests(
     writer: AnswerWriter,
     requests: list[dict[str, Any]],
     file: AnswerFile | None,
+    progress: Progress,
 ) -> None:
     """Answer ids, texts or conversations: into the file, each as it ends, or to people."""
     columns = (
@@ -154,7 +165,8 @@ def answer_requests(
         size = writer.model.vocab_size
         tokens = [read_ids(r["prompt"], size, r["shown"]).tolist() for r in requests]
     else:
-        tokens = writer.tokenize(*columns)
+        with progress.phase("tokenizing"):
+            tokens = writer.tokenize(*columns)
     pending = range(len(requests)) if file is None else file.pending
     if file is not None and file.answers:
         print(f"{len(file.answers)} answers are in {file.part}; {len(pending)} are left")
@@ -169,14 +181,26 @@ def answer_requests(
             return {"messages": [*requests[index]["prompt"], message]}
         return {"completion": text}
 
+    ended, drawn, began = 0, 0, time.monotonic()
+
     def write(index: int, answer: Completion) -> None:
+        nonlocal ended, drawn
+        ended, drawn = ended + 1, drawn + len(answer.tokens)
         if file is not None:
-            file.add(index, describe(index, answer))
+            with progress.phase("writing"):
+                file.add(index, describe(index, answer))
+
+    def count() -> str:
+        rate = drawn / max(time.monotonic() - began, 1e-9)
+        return f"{ended:,} of {len(prompts):,} prompts, {rate:,.0f} tokens/s"
 
     prompts = [tokens[index] for index in pending]
-    answers = writer.complete(prompts, draws=list(pending), on_end=write) if prompts else []
+    writer.sampler.phase = progress.phase
+    with progress.phase("answering", count):
+        answers = writer.complete(prompts, draws=list(pending), on_end=write) if prompts else []
     if file is not None:
-        file.finish()
+        with progress.phase("writing"):
+            file.finish()
         print(f"{len(requests)} answers in {args.output}")
         return
     for index, answer in enumerate(answers):

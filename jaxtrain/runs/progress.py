@@ -8,11 +8,14 @@ around it. No jax.
 """
 
 import contextlib
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from typing import Any, Protocol
+from typing import IO, Protocol
+
+from jaxtrain.text_safety import escape_control_chars
 
 LogFunction = Callable[[str], None]
 
@@ -23,6 +26,8 @@ REPEAT = 30.0
 at doubling times."""
 COMPILING = "compiling"
 STARTING = "starting"
+CLEAR = "\r\x1b[K"
+"""Returns to the start of a terminal's line and deletes it."""
 
 
 class Compiling(Protocol):
@@ -75,19 +80,24 @@ class Progress:
         finally:
             self._spend()
             self._phases.pop()
+            if len(self._phases) == 1:
+                self._phases[0].restart(self.clock())
 
     def describe(self) -> str:
-        """Return the current phase with how far it is: "evaluating: 120 of 1,319 answers"."""
-        phase = self._phases[-1]
+        """Return the current phase with how far it is, and what lies within: "evaluating: 120 of
+        1,319 answers, compiling fill"."""
+        outer, *inner = self._phases[1:] or self._phases
+        parts = [outer.detail() if outer.detail else ""]
+        for phase in inner:
+            parts += [phase.name, phase.detail() if phase.detail else ""]
         program = self.compiling.current
-        parts = [phase.detail() if phase.detail else "", program and f"{COMPILING} {program}"]
-        shown = ", ".join(filter(None, parts))
-        return f"{phase.name}: {shown}" if shown else phase.name
+        shown = ", ".join(filter(None, [*parts, program and f"{COMPILING} {program}"]))
+        return f"{outer.name}: {shown}" if shown else outer.name
 
     def tick(self) -> str:
         """Announce the current phase if it is time; return its text if it has lasted for PATIENCE
         seconds, else ""."""
-        phase = self._phases[-1]
+        phase = (self._phases[1:] or self._phases)[0]
         age = self.clock() - phase.began
         if age < PATIENCE:
             return ""
@@ -122,27 +132,52 @@ class Phase:
     """A phase that has begun."""
 
     def __init__(self, name: str, began: float, detail: Callable[[], str] | None = None):
-        self.name, self.began, self.detail = name, began, detail
-        self.due = 0.0
-        """Age of its next announcement; 0: not yet decided."""
+        self.name, self.detail = name, detail
+        self.restart(began)
+
+    def restart(self, began: float) -> None:
+        """Count its age from now on."""
+        self.began, self.due = began, 0.0
+        """due: age of its next announcement; 0: not yet decided."""
 
 
 class ProgressTicker:
-    """Context that calls tick() every second, where no watchdog does."""
+    """Context of a command without a run: shows its progress, on a terminal in one line that
+    changes, elsewhere in a line for each announcement."""
 
-    def __init__(self, progress: Progress, seconds: float = 1.0):
-        self.progress, self.seconds = progress, seconds
+    def __init__(self, compiling: Compiling | None = None, stream: IO[str] | None = None):
+        """stream: by default stderr."""
+        self.stream = stream or sys.stderr
+        self.live = self.stream.isatty()
+        self.progress = Progress(self._announce, compiling)
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="progress", daemon=True)
-
-    def _watch(self) -> None:
-        while not self._stop.wait(self.seconds):
-            self.progress.tick()
 
     def __enter__(self) -> Progress:
         self._thread.start()
         return self.progress
 
-    def __exit__(self, *exc_info: Any) -> None:
+    def __exit__(self, *exc_info: object) -> None:
         self._stop.set()
         self._thread.join()
+        if self.live:
+            self._write(CLEAR)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(1.0):
+            self.show()
+
+    def show(self) -> None:
+        """Show what is done now, if that has lasted for some seconds."""
+        text = self.progress.tick()
+        if self.live:
+            self._write(CLEAR + escape_control_chars(text))
+
+    def _announce(self, text: str) -> None:
+        if not self.live:
+            self._write(f"{escape_control_chars(text)}\n")
+
+    def _write(self, text: str) -> None:
+        with contextlib.suppress(OSError, ValueError):  # a closed pipe costs the progress alone
+            self.stream.write(text)
+            self.stream.flush()

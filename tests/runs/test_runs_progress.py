@@ -6,7 +6,7 @@ import json
 import pytest
 
 from jaxtrain.runs.console import Console
-from jaxtrain.runs.progress import Progress
+from jaxtrain.runs.progress import CLEAR, Progress, ProgressTicker
 from jaxtrain.runs.watchdog import Watchdog
 
 
@@ -107,3 +107,26 @@ def test_a_terminal_shows_it_beside_the_bar():
     console.close(None)
     assert "1 of 8 answers (4 s)" in stream.getvalue()
     assert "reading the weights" not in stream.getvalue()
+
+
+def test_a_command_shows_lines_or_on_a_terminal_one_line_that_changes(clock):
+    class Terminal(io.StringIO):
+        def isatty(self):
+            return True
+
+    shown = []
+    for stream in (io.StringIO(), Terminal()):
+        ticker = ProgressTicker(stream=stream)
+        ticker.progress.clock = clock
+        clock.now = 0.0
+        with ticker.progress.phase("answering", lambda: "2 of 8 prompts\x1b"):
+            with ticker.progress.phase("decoding"):
+                clock.now = 3.0
+                ticker.show()
+                clock.now = 4.0
+                ticker.show()
+        clock.now = 5.0
+        ticker.show()
+        shown.append(stream.getvalue())
+    line = "answering: 2 of 8 prompts\\x1b, decoding"
+    assert shown == [f"{line} (3 s)\n", f"{CLEAR}{line} (3 s){CLEAR}{line} (4 s){CLEAR}"]

@@ -87,6 +87,8 @@ class Requests(ABC):
         # chunk, whose tokens must carry the version of the weights that drew them.
         self._weights: tuple[Any, int] = (model, -1)
         self._waiting: deque[Request] = deque()
+        self.phase: Callable[[str], AbstractContextManager[object]] = nullcontext
+        """Context around each part of a step, for the seconds that it takes."""
 
     @property
     @abstractmethod

@@ -83,13 +83,15 @@ class LocalSampler(Requests):
         Blocks until the device has answered. Without further work the rows are freed.
         """
         with self.on_mesh():
-            self._begin()
-            ended = self._draw() if any(self._running) else []
-            # Constrained rows come a token at a time; as many of them as a chunk are one step.
-            for _ in range(CHUNK - 1):
-                if ended or not self._is_constrained():
-                    break
-                ended = self._draw()
+            with self.phase("reading prompts"):
+                self._begin()
+            with self.phase("decoding"):
+                ended = self._draw() if any(self._running) else []
+                # Constrained rows come a token at a time; as many of them as a chunk are one step.
+                for _ in range(CHUNK - 1):
+                    if ended or not self._is_constrained():
+                        break
+                    ended = self._draw()
         if not self.busy:
             self._rows, self._running = None, []
         return ended
