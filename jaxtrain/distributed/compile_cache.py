@@ -60,8 +60,8 @@ class CompileCounter:
             f" {', '.join(parts)}"
         )
 
-    def _add_seconds(self, event: str, seconds: float, **values: Any) -> None:
-        thread = threading.get_ident()
+    def _add_seconds(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+        thread, seconds = threading.get_ident(), duration_secs
         if event == TRACED:
             self._traced[thread] = seconds
             return
@@ -69,7 +69,7 @@ class CompileCounter:
             self.seconds["tracing"] += (traced := self._traced.pop(thread, 0.0))
             self.seconds["lowering"] += seconds
             seconds += traced
-            self._current[thread] = read_name(values.get("fun_name"))
+            self._current[thread] = read_name(kwargs.get("fun_name"))
         elif event == COMPILED:
             self.programs += 1
             self.seconds["XLA"] += seconds
