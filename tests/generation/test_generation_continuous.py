@@ -6,14 +6,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_generation_local import next_logits
 
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.generation.engine import EpisodeFailed, Sampling
 from jaxtrain.generation.episode_engine import open_view
+from jaxtrain.generation.local import prefill, slots
 from jaxtrain.generation.local import sampler as local
-from jaxtrain.generation.local import slots
 from jaxtrain.generation.local.engine import LocalEngine
-from jaxtrain.generation.local.sampler import LocalSampler, find_end, roomy
+from jaxtrain.generation.local.prefill import Block, assign
+from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.version_tracker import VersionTracker
 from jaxtrain.models import build, families
 
@@ -95,16 +97,17 @@ def test_kinds_of_requests_share_a_batch(models):
 
 
 def test_a_prompt_is_read_once_for_its_whole_group(models, monkeypatch):
-    shapes = []
+    counts = []
 
-    def watch(model, tokens, *rest):
-        shapes.append(tokens.shape)
-        return slots.fill(model, tokens, *rest)
+    def watch(model, filled, tokens, counts_U, *rest):
+        counts.append(counts_U.tolist())
+        return fill(model, filled, tokens, counts_U, *rest)
 
-    monkeypatch.setattr(local, "fill", watch)
+    fill = prefill.fill
+    monkeypatch.setattr(prefill, "fill", watch)
     sampling = Sampling(temperature=1.0, max_new_tokens=4)
     answers = open_sampler(models[0]).generate([[5, 6, 7]] * 8, sampling)
-    assert shapes == [(1, 32)]
+    assert counts == [[3]]
     assert len({tuple(answer.tokens) for answer in answers}) > 1
 
 
@@ -163,11 +166,37 @@ def test_an_aborted_request_frees_its_row(models):
     assert ended == [third]
 
 
-def test_sizes():
-    assert [roomy(n) for n in (1, 33, 300, 1274, 1281)] == [32, 64, 320, 1280, 1536]
-    sampler = LocalSampler(build.init(families.config_from_hf(RAW), 0), (), max_len=50000)
-    requests = [sampler.request([i] * 20000, Sampling()) for i in (4, 4, 5)]
-    assert find_end(requests, 0) == 2 and find_end(requests, 2) == 3
+def test_prompts_are_assigned_to_the_cheaper_block():
+    long, wide = Block(1, 64), Block(8, 64)
+    short, tall = [(i,) * 10 for i in range(24)], (9,) * 640
+    assert assign(short[:2], long, wide) == (short[:2], [])
+    assert assign(short, long, wide) == ([], short)
+    assert assign([*short, tall], long, wide) == ([tall], short)
+    # Side by side several long prompts take as many calls as one.
+    assert assign([tall] * 8, long, wide) == ([], [tall] * 8)
+
+
+@pytest.mark.slow
+def test_three_rounds_read_prompts_with_two_programs_and_draw_with_two(models):
+    """Short and long prompts share them, also once there are more than at first; the answers are
+    those of a full forward pass."""
+    programs = (prefill.fill, slots.insert, slots.decode_chunk)
+    before = [program._cache_size() for program in programs]
+    sampler = LocalSampler(models[0], (), max_len=500, max_batch=24)
+    rng = np.random.default_rng(0)
+    rounds = [[3, 190, 7], [5, 250, 1, 64, 65, 11, 130, *[9] * 20], [30, 1, 200, *[70] * 9]]
+    for lengths in rounds:
+        prompts = [rng.integers(4, 61, length).tolist() for length in lengths]
+        sampling = Sampling(max_new_tokens=12)
+        for prompt, answer in zip(prompts, sampler.generate(prompts, sampling), strict=True):
+            text = np.zeros((1, 512), np.int32)
+            text[0, : len(prompt) + 12] = [*prompt, *answer.tokens]
+            logits = np.asarray(next_logits(models[0], text))[0, len(prompt) - 1 :][:12]
+            assert answer.tokens == logits.argmax(-1).tolist()
+    compiled = [program._cache_size() for program in programs]
+    # Two blocks of prompts, and two sizes of rows: for few requests and for all.
+    fills, inserts, decodes = np.subtract(compiled, before).tolist()
+    assert fills == 2 and decodes == 2 and inserts <= 4
 
 
 @pytest.mark.slow

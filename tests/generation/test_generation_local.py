@@ -186,17 +186,17 @@ def test_truncation_against_numpy(top_k, top_p, min_p):
 
 
 def test_few_compilations_and_new_weights(model):
-    from jaxtrain.generation.local import slots
+    from jaxtrain.generation.local import prefill, slots
 
     sampler = LocalSampler(model, eos_ids=(), max_len=128)
     sampling = Sampling(max_new_tokens=30, temperature=0.8, top_k=9)
     before = sampler.generate(PROMPTS, sampling)
-    compiled = slots.fill._cache_size(), slots.decode_chunk._cache_size()
+    compiled = prefill.fill._cache_size(), slots.decode_chunk._cache_size()
     sampler.use(build.init(families.config_from_hf(RAW), 1))
     after = sampler.generate(
         [[4] * 20, [3] * 17, [8]], Sampling(max_new_tokens=25, temperature=0.5, top_k=4)
     )
-    assert (slots.fill._cache_size(), slots.decode_chunk._cache_size()) == compiled
+    assert (prefill.fill._cache_size(), slots.decode_chunk._cache_size()) == compiled
     assert [a.tokens for a in before] != [a.tokens for a in after]
 
 

@@ -13,6 +13,7 @@ from toy_draft import ToyDraft
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.local import slots
+from jaxtrain.generation.local.prefill import Block, read_by
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.speculation import DraftedModel, draw_all, speculate_chunk
 from jaxtrain.generation.local.token_sampling import DrawKind, read_draws, sample
@@ -134,14 +135,12 @@ def test_the_draft_is_told_what_the_target_has_read(models, plain):
     prompts, answers = plain
     model = DraftedModel(models[0], make_draft(plain))
     chosen, B = [0, 4, 5], 4
-    tokens, lengths = np.zeros((B, 32), np.int32), np.ones(B, np.int32)
-    for row, i in enumerate(chosen):
-        tokens[row, : len(prompts[i])], lengths[row] = prompts[i], len(prompts[i])
     samplings = [KINDS[i] for i in (*chosen, chosen[-1])]
     kind, ends = DrawKind(random=True, truncate=True), np.full((B, 1), -1, np.int32)
     entry = slots.RowInsert(
         row=np.array([0, 1, 2, B], np.int32),
         source=np.arange(B, dtype=np.int32),
+        leader=np.arange(B, dtype=np.int32),
         limit=np.full(B, 200, np.int32),
         seed=np.array([sampling.seed for sampling in samplings], np.int32),
         number=np.array([*chosen, 0], np.int32),
@@ -149,7 +148,9 @@ def test_the_draft_is_told_what_the_target_has_read(models, plain):
         ends=ends,
     )
     rows = slots.empty_rows(model, B=B, S=96, E=1)
-    rows = slots.insert(model, rows, slots.fill(model, tokens, lengths), entry, kind)
+    texts = [tuple(prompts[i]) for i in chosen]
+    (call,) = read_by(Block(B, 64), model, texts, 96, None)
+    rows = slots.insert(model, rows, call.filled, entry, kind)
     stop, patience = np.zeros(B, bool), np.int32(B)
     output = [[] for _ in chosen]
     for chunk in (slots.decode_chunk, speculate_chunk):

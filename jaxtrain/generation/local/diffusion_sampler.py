@@ -19,8 +19,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.local.diffusion_device import BlockCanvas, Unmasking, unmask_block
 from jaxtrain.generation.local.requests import Request, Requests
-from jaxtrain.generation.local.sampler import bucket, roomy
-from jaxtrain.generation.local.slots import unstack
+from jaxtrain.generation.local.sampler import bucket
+from jaxtrain.generation.local.slots import CHUNK, unstack
 
 __all__ = ["Unmasking", "UnmaskingSampler"]
 
@@ -156,3 +156,10 @@ class UnmaskingSampler(Requests):
         request.tokens, request.logprobs = answer, canvas.logprobs[: len(answer)]
         request.versions = request.versions * len(answer)
         return True
+
+
+def roomy(size: int) -> int:
+    """Round `size` up to eighths of a power of two and to whole chunks: at most an eighth is
+    unused."""
+    step = max(CHUNK, bucket(size, 1) // 8)
+    return -(-size // step) * step

@@ -141,8 +141,7 @@ class Requests(ABC):
             self.request(prompt, sampling, stop_ids, number, f"prompt {index}")
             for index, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
         ]
-        # Prompts of like length together: less padding where they are read.
-        for request in sorted(requests, key=lambda entry: len(entry.prompt)):
+        for request in requests:
             self.add(request)
         while self.busy:
             for request in self.step():

@@ -4,22 +4,26 @@
                                         ├─ chunk of tokens ─> step() returns what has ended
                               busy rows ┘
 
-Requests of all kinds share the rows, and a row that ends is refilled after the chunk. Every
-(number of rows, slots) compiles a program, so both come in few sizes; they grow while there is work
-and are freed when there is none. `slots.py` has the device's side. A model with a draft
-(`DraftedModel`) draws the same tokens in fewer passes: `speculation.py`.
+Requests of all kinds share the rows, and a row that ends is refilled after the chunk. Every size of
+the rows compiles a program, so there are two: one for the requests that come first, one for all that
+may come. They are freed when there is no work. `slots.py` has the device's side, `prefill.py` reads
+prompts. A model with a draft (`DraftedModel`) draws the same tokens in fewer passes:
+`speculation.py`.
 """
 
+import itertools
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import jax
 import numpy as np
 from typing_extensions import override
 
 from jaxtrain.batch import RouteShape
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.local.constraints import Constraint
+from jaxtrain.generation.local.prefill import Prompt, choose_blocks, read_prompts
 from jaxtrain.generation.local.requests import Request, Requests
 from jaxtrain.generation.local.slots import (
     CHUNK,
@@ -27,7 +31,6 @@ from jaxtrain.generation.local.slots import (
     SamplerRows,
     decode_chunk,
     empty_rows,
-    fill,
     grow,
     insert,
     keep,
@@ -35,10 +38,34 @@ from jaxtrain.generation.local.slots import (
 from jaxtrain.generation.local.speculation import DraftedModel, speculate_chunk
 from jaxtrain.generation.local.token_sampling import find_kind, read_draws
 
-PROMPT_TOKENS = 32768
-"""Slots of prompts that are read at once, which bounds the memory of their activations."""
+SLOTS = 128
+"""Rows have a multiple of so many slots."""
+ENDS = 8
+"""Smallest number of tokens that may end a row."""
 REFILL = 8
 """A chunk ends early once one in so many rows has ended in it."""
+
+
+class RowsSize(NamedTuple):
+    """Size of the rows on the device."""
+
+    rows: int
+    slots: int
+    ends: int
+    """Tokens that may end a row."""
+
+    def fits(self, room: "RowsSize") -> bool:
+        """Return True if `room` is at least as large."""
+        return all(need <= size for need, size in zip(self, room, strict=True))
+
+
+class RowStart(NamedTuple):
+    """A request about to begin."""
+
+    request: Request
+    row: int
+    leader: int
+    """First of the rows that begin with the same prompt."""
 
 
 class LocalSampler(Requests):
@@ -62,10 +89,14 @@ class LocalSampler(Requests):
         record each token's experts; for a model without a draft. options: of Requests."""
         super().__init__(model, eos_ids, **options)
         self.draft_rows, self.routes = draft_rows, routes
+        platform = self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend()
+        self.blocks = choose_blocks(self.max_batch // REFILL, platform)
         self._running: list[Request | None] = []
         self._rows: SamplerRows | None = None
-        self._size = (0, 0, 0)
-        """Rows, slots and ends of `_rows`."""
+        self._size = RowsSize(0, 0, 0)
+        """Size of `_rows`."""
+        self._sizes: list[RowsSize] = []
+        """All sizes so far, each at least as large as the one before."""
 
     @override
     def drop_all(self) -> None:
@@ -97,7 +128,7 @@ class LocalSampler(Requests):
         return ended
 
     def _begin(self) -> None:
-        """Fill free rows from the queue."""
+        """Fill free rows from the queue: read each distinct prompt once, for all of its rows."""
         busy = sum(running is not None for running in self._running)
         new: list[Request] = []
         while self._waiting and busy + len(new) < self.max_batch:
@@ -106,83 +137,107 @@ class LocalSampler(Requests):
                 new.append(request)
         if not new:
             return
-        self._make_room(busy + len(new), new)
-        free = [row for row, running in enumerate(self._running) if running is None]
-        start = 0
-        while start < len(new):
-            stop = find_end(new, start)
-            self._fill(new[start:stop], free[start:stop])
-            start = stop
+        self._make_room(busy, new)
+        model, version = self._weights
+        free = (row for row, running in enumerate(self._running) if running is None)
+        starts: dict[Prompt, list[RowStart]] = {}
+        for request in new:
+            entries = starts.setdefault(tuple(request.prompt), [])
+            row = next(free)
+            entries.append(RowStart(request, row, entries[0].row if entries else row))
+        kind = find_kind([request.sampling for request in new])
+        slots = self._size.slots
+        for call in read_prompts(model, list(starts), self.blocks, slots, self.routes):
+            if call.routed is not None:
+                routed_UCE = np.asarray(call.routed)
+                for chunk in call.chunks:
+                    for entry in starts[chunk.prompt]:
+                        entry.request.routed.append(routed_UCE[chunk.row, : chunk.count])
+            begun = [
+                (chunk.row, entry)
+                for chunk in call.chunks
+                if chunk.ended
+                for entry in starts[chunk.prompt]
+            ]
+            # Insertions have the block's number of rows, so that they share its few programs.
+            R = len(call.filled.length)
+            for start in range(0, len(begun), R):
+                entry = self._pack_entry(begun[start : start + R], R)
+                self._rows = insert(model, self._rows, call.filled, entry, kind)
+        for entry in itertools.chain.from_iterable(starts.values()):
+            entry.request.next_version = version
+            self._running[entry.row] = entry.request
 
-    def _make_room(self, count: int, new: Sequence[Request]) -> None:
-        """Ensure that there are rows for `count` requests and slots for the longest of the new
-        ones."""
+    def _make_room(self, busy: int, new: Sequence[Request]) -> None:
+        """Ensure that there are rows for the new requests besides `busy` ones, and slots for the
+        longest."""
         model = self._weights[0]
         # A cycle writes all K guesses to the cache before it knows which are accepted, so a row
         # needs slots beyond its limit.
         spare = model.draft.num_drafted if isinstance(model, DraftedModel) else 0
-        longest = max(len(request.prompt) + request.limit for request in new) + spare
-        # Every (B, S, E) compiles decode_chunk, insert and grow anew, which takes longer than it
-        # saves unless there are few of them: powers of two, and sizes that only grow until the rows
-        # are freed.
-        B = min(bucket(count, 1), self.max_batch)
-        S = roomy(max(longest, *(bucket(len(request.prompt), 32) for request in new)))
-        E = bucket(max(len(request.ends) for request in new), 1)
-        old = self._size
+        # Those that wait count, too: rows that are enough for all of them are compiled once.
+        known = [*new, *list(self._waiting)]
+        needed = RowsSize(
+            min(busy + len(known), self.max_batch),
+            max(len(request.prompt) + request.limit for request in known) + spare,
+            max(len(request.ends) for request in known),
+        )
+        if self._rows is not None and needed.fits(self._size):
+            return
+        size = next((size for size in self._sizes if needed.fits(size)), None)
+        if size is None:
+            size = self._choose_size(needed, known, spare)
+            self._sizes.append(size)
         if self._rows is None:
-            self._size = (B, S, E)
-            self._rows = empty_rows(model, B=B, S=S, E=E)
+            self._rows = empty_rows(model, B=size.rows, S=size.slots, E=size.ends)
         else:
-            B, S, E = self._size = tuple(map(max, (B, S, E), old))
-            if self._size != old:
-                self._rows = grow(model, self._rows, B=B, S=S, E=E)
-        self._running += [None] * (B - len(self._running))
+            size = RowsSize(*map(max, size, self._size))
+            self._rows = grow(model, self._rows, B=size.rows, S=size.slots, E=size.ends)
+        self._size = size
+        self._running += [None] * (size.rows - len(self._running))
 
-    def _fill(self, new: Sequence[Request], rows: Sequence[int]) -> None:
-        """Read the prompts of some requests, each distinct one once, into these rows."""
-        model, version = self._weights
-        prompts = list(dict.fromkeys(tuple(request.prompt) for request in new))
-        # Powers of four for the number of prompts: padding rows cost less than programs.
-        U, P = bucket(len(prompts), 1, 4), bucket(max(map(len, prompts)), 32)
-        R = bucket(len(new), 1, 4)
-        tokens_UP, lengths_U = np.zeros((U, P), np.int32), np.ones(U, np.int32)
-        for index, prompt in enumerate(prompts):
-            tokens_UP[index, : len(prompt)] = prompt
-            lengths_U[index] = len(prompt)
+    def _choose_size(self, needed: RowsSize, known: Sequence[Request], spare: int) -> RowsSize:
+        """Return a size for requests that no earlier one has room for.
+
+        Every size compiles `decode_chunk` and `insert` anew, which takes longer than larger rows
+        cost: the first suits the first requests, the next has all rows and twice the slots.
+        """
+        longest = round_up(self.max_len + spare)
+        E = bucket(needed.ends, ENDS)
+        if not self._sizes:
+            prompt = bucket(max(len(request.prompt) for request in known), SLOTS)
+            limit = max(request.limit for request in known)
+            S = min(max(needed.slots, prompt + limit + spare), longest)
+            return RowsSize(min(bucket(needed.rows, 1), self.max_batch), round_up(S), E)
+        _, S, ends = self._sizes[-1]
+        if needed.slots > S:
+            S = max(round_up(needed.slots), min(2 * S, longest))
+        return RowsSize(self.max_batch, S, max(E, ends))
+
+    def _pack_entry(self, begun: Sequence[tuple[int, RowStart]], R: int) -> RowInsert:
+        """Return the arrays of R rows to be started from rows of a prefill block."""
+        requests = [entry.request for _, entry in begun]
         # Padding goes to a row beyond the last one, which `insert` drops.
-        padding = R - len(new)
-        places = {prompt: index for index, prompt in enumerate(prompts)}
-        samplings = [request.sampling for request in new]
-        ends_RE = np.full((R, self._rows.ends.shape[1]), -1, np.int32)
-        for index, request in enumerate(new):
+        padding = R - len(begun)
+        samplings = [request.sampling for request in requests]
+        ends_RE = np.full((R, self._size.ends), -1, np.int32)
+        for index, request in enumerate(requests):
             ends_RE[index, : len(request.ends)] = request.ends
 
         def column(values: Iterable[int], pad: int) -> np.ndarray:
             return np.array([*values, *[pad] * padding], np.int64).astype(np.int32)
 
-        entry = RowInsert(
-            row=column(rows, len(self._running)),
-            source=column((places[tuple(request.prompt)] for request in new), 0),
-            limit=column((request.limit for request in new), 0),
-            seed=column((request.sampling.seed for request in new), 0),
-            number=column((request.number for request in new), 0),
+        return RowInsert(
+            row=column((entry.row for _, entry in begun), len(self._running)),
+            source=column((source for source, _ in begun), 0),
+            leader=column((entry.leader for _, entry in begun), 0),
+            limit=column((request.limit for request in requests), 0),
+            seed=column((request.sampling.seed for request in requests), 0),
+            number=column((request.number for request in requests), 0),
             draw=read_draws([*samplings, *samplings[-1:] * padding]),
             ends=ends_RE,
-            allowed=self._pack_bits([request.constraint for request in new], R),
+            allowed=self._pack_bits([request.constraint for request in requests], R),
         )
-        filled = fill(model, tokens_UP, lengths_U, self.routes)
-        if filled.routed is not None:
-            routed_UPR = np.asarray(filled.routed)
-            for request in new:
-                request.routed.append(
-                    routed_UPR[places[tuple(request.prompt)], : len(request.prompt)]
-                )
-            # `insert` does not read it; dropping it keeps one program for both cases.
-            filled = filled._replace(routed=None)
-        self._rows = insert(model, self._rows, filled, entry, find_kind(samplings))
-        for request, row in zip(new, rows, strict=True):
-            request.next_version = version
-            self._running[row] = request
 
     def _draw(self) -> list[Request]:
         """Draw a chunk for all rows; return the requests that ended, whose rows are now free."""
@@ -279,14 +334,13 @@ class LocalSampler(Requests):
             return True
         if busy > most:
             return False
-        B = min(bucket(busy, 1, 4), most)
-        if len(self._running) > B:
+        if len(self._running) > most:
             busy_rows = [row for row, request in enumerate(self._running) if request is not None]
             busy_rows += [row for row, request in enumerate(self._running) if request is None]
-            busy_rows = busy_rows[:B]  # padded with idle ones: B is a bucket
+            busy_rows = busy_rows[:most]  # padded with idle ones, so that one program serves
             self._rows = keep(self._rows, np.array(busy_rows, np.int32))
             self._running = [self._running[row] for row in busy_rows]
-            self._size = (B, *self._size[1:])
+            self._size = self._size._replace(rows=most)
         return True
 
     def _count_cycles(
@@ -305,29 +359,13 @@ class LocalSampler(Requests):
         self.acceptance.add(lengths_BN.ravel(), tokens, seconds)
 
 
-def find_end(requests: Sequence[Request], start: int) -> int:
-    """Return the end of the requests from `start` on that can be read at once within PROMPT_TOKENS;
-    at least one."""
-    prompts: set[tuple[int, ...]] = set()
-    longest = 0
-    for index in range(start, len(requests)):
-        prompts.add(tuple(requests[index].prompt))
-        longest = max(longest, len(requests[index].prompt))
-        if index > start and bucket(len(prompts), 1, 4) * bucket(longest, 32) > PROMPT_TOKENS:
-            return index
-    return len(requests)
-
-
-def bucket(size: int, smallest: int, factor: int = 2) -> int:
-    """Return the smallest `smallest * factor**n` that holds `size`, to limit the number of
-    shapes."""
+def bucket(size: int, smallest: int) -> int:
+    """Return the smallest `smallest * 2**n` that holds `size`."""
     while smallest < size:
-        smallest *= factor
+        smallest *= 2
     return smallest
 
 
-def roomy(size: int) -> int:
-    """Round `size` up to eighths of a power of two and to whole chunks: at most an eighth is
-    unused."""
-    step = max(CHUNK, bucket(size, 1) // 8)
-    return -(-size // step) * step
+def round_up(slots: int) -> int:
+    """Round up to a multiple of SLOTS."""
+    return -(-slots // SLOTS) * SLOTS

@@ -1,11 +1,10 @@
 """Rows of a cache on the device: prompts go in, tokens come out, ended rows are reused.
 
-    fill(model, tokens, lengths)           each distinct prompt once ──> its state, first logits
+    prefill.fill                           each distinct prompt once ──> its state, first logits
     insert(model, rows, filled, entry)     into free rows; several rows may take one prompt
     decode_chunk(model, rows, stop, ...)   up to CHUNK tokens of every row
 
-Shapes: B rows, U distinct prompts of P slots, R rows to fill, S slots of a row, C tokens of a
-chunk, V vocab.
+Shapes: B rows, U prompts, R rows to fill, S slots of a row, C tokens of a chunk, V vocab.
 """
 
 import functools
@@ -16,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import RouteShape
+from jaxtrain.generation.local.prefill import FilledPrompts
 from jaxtrain.generation.local.token_sampling import DrawKind, DrawParameters, sample
 from jaxtrain.layers.mixer import SharedSlots
 
@@ -46,19 +46,6 @@ class SamplerRows(NamedTuple):
     """Slots shared by rows that were filled together with the same prompt."""
 
 
-class FilledPrompts(NamedTuple):
-    """Prompts that the model has read."""
-
-    cache: Any
-    """With U rows and P slots."""
-    logits: jax.Array
-    """float32 [U, V] behind each prompt's last token."""
-    length: jax.Array
-    """int32 [U] tokens of each prompt."""
-    routed: jax.Array | None = None
-    """[U, P, R] experts of the prompts' tokens, if recorded."""
-
-
 class RowInsert(NamedTuple):
     """Initial values of R rows. A row index beyond B is padding and is dropped."""
 
@@ -66,6 +53,8 @@ class RowInsert(NamedTuple):
     """int32 [R] target row."""
     source: np.ndarray
     """int32 [R] index of the prompt, below U."""
+    leader: np.ndarray
+    """int32 [R] row that reads the prompt's slots for all rows that begin with it now."""
     limit: np.ndarray
     """int32 [R]."""
     seed: np.ndarray
@@ -136,19 +125,6 @@ def keep(rows: SamplerRows, index_R: jax.Array) -> SamplerRows:
     return remaining._replace(shared=elect(remaining.shared, len(rows.token)))
 
 
-@functools.partial(jax.jit, static_argnames=("routes",))
-def fill(
-    model: Any, tokens_UP: jax.Array, lengths_U: jax.Array, routes: RouteShape | None = None
-) -> FilledPrompts:
-    """Read prompts, left-aligned in [U, P]. routes: record the tokens' experts."""
-    U, P = tokens_UP.shape
-    read = model.decode(tokens_UP, model.init_cache(U, P), lengths_U)
-    last_UD = jnp.take_along_axis(read.hidden, (lengths_U - 1)[:, None, None], axis=1)[:, 0]
-    routed = None if routes is None else read.routed.astype(routes.dtype)
-    logits = model.logits(last_UD).astype(jnp.float32)
-    return FilledPrompts(read.cache, logits, lengths_U.astype(jnp.int32), routed)
-
-
 @functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("rows",))
 def insert(
     model: Any, rows: SamplerRows, filled: FilledPrompts, entry: RowInsert, kind: DrawKind
@@ -184,13 +160,11 @@ def insert(
 def share(shared: SharedSlots, entry: RowInsert, length_U: jax.Array) -> SharedSlots:
     """Return the slots that rows share once these are filled: rows with one prompt share it."""
     # A row that is refilled leaves its group: the others elect another leader, whose slots hold the
-    # same keys and values. The new rows of one prompt follow the first of them.
-    B, U = len(shared.leader), len(length_U)
+    # same keys and values.
     left_B = shared.until.at[entry.row].set(0, mode="drop")
-    leader_B, until_B = elect(shared._replace(until=left_B), B)
-    leader_U = jnp.full(U, B, jnp.int32).at[entry.source].min(entry.row)
+    leader_B, until_B = elect(shared._replace(until=left_B), len(shared.leader))
     return SharedSlots(
-        leader_B.at[entry.row].set(leader_U[entry.source], mode="drop"),
+        leader_B.at[entry.row].set(entry.leader, mode="drop"),
         until_B.at[entry.row].set(length_U[entry.source], mode="drop"),
     )
 
