@@ -49,6 +49,11 @@ __all__ = ["TreeBranch", "Completion", "Model", "Text", "list_branches", "logits
 Text = str | Sequence[int] | np.ndarray
 """A string, which is tokenized as it stands (no chat template, no token added at its ends), or the
 ids themselves."""
+SAMPLING_ROWS = (64, 256)
+"""Least and largest number of texts that are continued at once."""
+SAMPLING_SLOTS = 2048
+"""Tokens of a text, prompt included, for which a row is given room where memory allows more than
+the least."""
 
 
 class Model:
@@ -180,10 +185,13 @@ class Model:
             bundle = self.snapshot.roles.bundle
             model = DraftedModel(model, open_draft(draft, bundle, self.mesh, "the draft"))
         make: Callable[..., Requests] = self.open_sampler or LocalSampler
+        memory = (next(iter(self.mesh.local_devices)).memory_stats() or {}).get("bytes_limit", 0)
+        rows = choose_rows(model, memory) if self.open_sampler is None else SAMPLING_ROWS[0]
         return make(
             model,
             end_of_turn_ids(self.tokenizer, raw),
             max_len=self.max_len,
+            max_batch=rows,
             to_text=self.tokenizer.decode,
             tokenizer=self.tokenizer,
         )
@@ -228,6 +236,15 @@ class Model:
                     cut = lambda value: value[row, start:end].copy()  # noqa: B023, E731
                     scored[index] = jax.tree.map(cut, host)
         return scored
+
+
+def choose_rows(model: Any, memory: int) -> int:
+    """Return how many texts a sampler continues at once: as many as have room for SAMPLING_SLOTS
+    tokens each in a quarter of a device's `memory` (bytes; 0: unknown), within SAMPLING_ROWS."""
+    row = jax.eval_shape(lambda: model.init_cache(1, SAMPLING_SLOTS))
+    row_bytes = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(row))
+    least, most = SAMPLING_ROWS
+    return min(max(memory // 4 // row_bytes, least), most)
 
 
 def logprobs(

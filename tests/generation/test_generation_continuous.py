@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_generation_local import next_logits
 
+from jaxtrain.api import choose_rows
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.generation.engine import EpisodeFailed, Sampling
 from jaxtrain.generation.episode_engine import open_view
@@ -197,6 +198,13 @@ def test_three_rounds_read_prompts_with_two_programs_and_draw_with_two(models):
     # Two blocks of prompts, and two sizes of rows: for few requests and for all.
     fills, inserts, decodes = np.subtract(compiled, before).tolist()
     assert fills == 2 and decodes == 2 and inserts <= 4
+
+
+def test_rows_of_a_sampler_follow_from_memory(models):
+    # Keys and values of two layers, and the row's length.
+    row = 2 * 2 * 2048 * 2 * 8 * 4 + 4
+    rows = [choose_rows(models[0], 4 * row * count) for count in (0, 63, 100, 1000)]
+    assert rows == [64, 64, 100, 256]
 
 
 @pytest.mark.slow

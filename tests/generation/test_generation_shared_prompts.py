@@ -99,7 +99,8 @@ def test_rows_hold_what_they_share_when_idle_ones_are_given_up(watched):
 def entry_of(rows, sources):
     """Fields of an entry that `share` reads."""
     none = np.zeros(len(rows), np.int32)
-    number = [np.array(x, np.int32) for x in (rows, sources)]
+    leaders = [rows[sources.index(source)] for source in sources]
+    number = [np.array(x, np.int32) for x in (rows, sources, leaders)]
     return slots.RowInsert(*number, none, none, none, None, none)
 
 

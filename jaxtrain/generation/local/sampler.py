@@ -4,9 +4,9 @@
                                         ├─ chunk of tokens ─> step() returns what has ended
                               busy rows ┘
 
-Requests of all kinds share the rows, and a row that ends is refilled after the chunk. Every size of
-the rows compiles a program, so there are two: one for the requests that come first, one for all that
-may come. They are freed when there is no work. `slots.py` has the device's side, `prefill.py` reads
+Requests of all kinds share the rows, and a row that ends is refilled after the chunk. Every size
+of the rows compiles programs, so there are few: one for the requests that come first, then one of
+all rows. They are freed when there is no work. `slots.py` has the device's side, `prefill.py` reads
 prompts. A model with a draft (`DraftedModel`) draws the same tokens in fewer passes:
 `speculation.py`.
 """
