@@ -168,7 +168,7 @@ def test_an_aborted_request_frees_its_row(models):
 
 
 def test_prompts_are_assigned_to_the_cheaper_block():
-    long, wide = Block(1, 64), Block(8, 64)
+    long, wide = Block(1, 64, 64), Block(8, 64, 64)
     short, tall = [(i,) * 10 for i in range(24)], (9,) * 640
     assert assign(short[:2], long, wide) == (short[:2], [])
     assert assign(short, long, wide) == ([], short)

@@ -149,7 +149,7 @@ def test_the_draft_is_told_what_the_target_has_read(models, plain):
     )
     rows = slots.empty_rows(model, B=B, S=96, E=1)
     texts = [tuple(prompts[i]) for i in chosen]
-    (call,) = read_by(Block(B, 64), model, texts, 96, None)
+    (call,) = read_by(Block(B, 64, 0), model, texts, 96, None)
     rows = slots.insert(model, rows, call.filled, entry, kind)
     stop, patience = np.zeros(B, bool), np.int32(B)
     output = [[] for _ in chosen]

@@ -22,9 +22,6 @@ import numpy as np
 
 from jaxtrain.batch import RouteShape
 
-CALL_TOKENS = 64
-"""Tokens that would take as long as the fixed part of a call."""
-
 Prompt = tuple[int, ...]
 
 
@@ -34,6 +31,13 @@ class Block(NamedTuple):
     rows: int
     tokens: int
     """Tokens of each row."""
+    overhead: int
+    """Number of tokens that would take as long as the fixed part of a call."""
+
+    @property
+    def cost(self) -> int:
+        """Return the time of a call, in tokens."""
+        return self.rows * self.tokens + self.overhead
 
     def count_calls(self, prompt: Prompt) -> int:
         """Return the number of calls in which a row reads the prompt."""
@@ -46,8 +50,8 @@ def choose_blocks(free_rows: int, platform: str) -> tuple[Block, Block]:
     # A CPU computes what it needs for padding; an accelerator is bound by launches and by reading
     # weights, and computes a few hundred tokens as fast as one.
     if platform == "cpu":
-        return Block(1, 64), Block(max(1, min(free_rows, 8)), 64)
-    return Block(1, 512), Block(max(1, min(free_rows, 64)), 128)
+        return Block(1, 64, 64), Block(max(1, min(free_rows, 8)), 64, 64)
+    return Block(1, 512, 1024), Block(max(1, min(free_rows, 64)), 128, 1024)
 
 
 class FilledPrompts(NamedTuple):
@@ -141,7 +145,7 @@ def read_by(
     waiting = deque(prompts)
     reading: list[tuple[Prompt, int] | None] = [None] * block.rows
     while waiting or any(reading):
-        tokens_UC = np.zeros(block, np.int32)
+        tokens_UC = np.zeros((block.rows, block.tokens), np.int32)
         counts_U, fresh_U = np.zeros(block.rows, np.int32), np.zeros(block.rows, bool)
         chunks = []
         for row in range(block.rows):
@@ -171,10 +175,7 @@ def assign(
     def cost(split: int) -> int:
         longest = wide.count_calls(ordered[split]) if split < len(ordered) else 0
         wide_calls = max(longest, -(-behind[split] // wide.rows))
-        return sum(
-            calls * (block.rows * block.tokens + CALL_TOKENS)
-            for calls, block in ((alone[split], long), (wide_calls, wide))
-        )
+        return alone[split] * long.cost + wide_calls * wide.cost
 
     split = min(range(len(ordered) + 1), key=cost)
     return ordered[:split], ordered[split:]
