@@ -25,9 +25,8 @@ from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.copy import copy_beside
 from jaxtrain.huggingface.files import read_object
-from jaxtrain.huggingface.fingerprint import fingerprint
 from jaxtrain.huggingface.ops import SplitPiece, full_index
-from jaxtrain.huggingface.packed import is_packed, open_folder, without_packing
+from jaxtrain.huggingface.packed import fingerprint, is_packed, open_folder, without_packing
 from jaxtrain.huggingface.safetensors import write_folder
 from jaxtrain.runs.base_record import ABOUT, FOLDER, BaseRecord, read_base
 from jaxtrain.runs.run_files import replace_folder

@@ -9,6 +9,7 @@ import functools
 import json
 import os
 import pickle
+import re
 import secrets
 import signal
 import socket
@@ -20,7 +21,7 @@ from collections.abc import Mapping, Sequence
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.plain_template import MARK, Prefixes, split_marked
@@ -35,6 +36,8 @@ SECONDS = 3.0
 """CPU time of one rendering, so that a busy machine changes nothing."""
 WALL_SECONDS = 120
 """Longest wait for a reply, the start of the process included."""
+MAX_MESSAGES = 64
+"""Limit of a conversation whose shape is kept."""
 RESERVED = ("messages", "tools", "add_generation_prompt", MARK)
 """Variables of a template that chat_template_kwargs do not set."""
 
@@ -56,6 +59,8 @@ def render(
     template's reason, UserError for a template that cannot be compiled or that takes more time or
     memory than any conversation needs.
     """
+    if (frame := _find_frame(tokenizer, messages, tools, generation, kwargs)) is not None:
+        return frame.fill(messages)
     reply = _request(tokenizer, messages, tools, generation, kwargs)
     source = f"the chat template of {tokenizer.name_or_path} (model.chat_template)"
     match reply.kind:
@@ -77,6 +82,97 @@ def render(
         f"{source} is stopped: {reason}; a rendering gets {SECONDS:g} s and"
         f" {MEMORY_BYTES >> 20} MiB. Name another one as model.chat_template"
     )
+
+
+class Frame(NamedTuple):
+    """What a template writes around the contents of messages, for all of one shape."""
+
+    texts: tuple[str, ...]
+    """Texts between contents, one more than these."""
+    contents: tuple[tuple[int, bool], ...]
+    """(index of a message, True if its content is trimmed)."""
+
+    def fill(self, messages: Sequence[Mapping[str, Any]]) -> str:
+        """Return the rendering of messages of the shape."""
+        parts = [self.texts[0]]
+        for (index, trimmed), text in zip(self.contents, self.texts[1:], strict=True):
+            content = messages[index]["content"]
+            parts += (content.strip() if trimmed else content, text)
+        return "".join(parts)
+
+
+MAX_FRAMES = 1024
+_FRAMES: dict[Any, Frame | None] = {}
+PLAIN = frozenset({"role", "content"})
+
+
+def _find_frame(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    tools: Any,
+    generation: bool,
+    kwargs: Mapping[str, Any] | None,
+) -> Frame | None:
+    """Return the frame of the shape of messages, built with its first conversation; None unless the
+    template `only_writes_contents` and the messages are plain."""
+    template = tokenizer.chat_template
+    if tools or not isinstance(template, str) or not 0 < len(messages) <= MAX_MESSAGES:
+        return None
+    shape = []
+    for message in messages:
+        content = message.get("content")
+        if message.keys() != PLAIN or not isinstance(content, str):
+            return None
+        # Templates may ask for a content that is blank.
+        shape.append((message["role"], None if content and not content.isspace() else content))
+    special = tokenizer.special_tokens_map
+    key = (template, tuple(shape), generation, repr(special), repr(kwargs or None))
+    if key not in _FRAMES:
+        if len(_FRAMES) >= MAX_FRAMES:
+            _FRAMES.clear()
+        if template not in _ONLY_WRITES:
+            _ONLY_WRITES[template] = (
+                _run(template, (), None, False, {}, "only_writes").text == "yes"
+            )
+        writes = _ONLY_WRITES[template]
+        args = (tokenizer, messages, generation, kwargs)
+        _FRAMES[key] = _build_frame(*args) if writes else None
+    return _FRAMES[key]
+
+
+_ONLY_WRITES: dict[str, bool] = {}
+EDGE = "\x1f"
+"""A white space that no template writes."""
+
+
+def _build_frame(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    generation: bool,
+    kwargs: Mapping[str, Any] | None,
+) -> Frame | None:
+    """Render messages with a number in place of each content that is not blank."""
+    nonce = secrets.token_hex(16)
+    numbered = [
+        {**message, "content": f"{EDGE}{nonce}.{index}.{EDGE}"}
+        if message["content"].strip()
+        else message
+        for index, message in enumerate(messages)
+    ]
+    reply = _request(tokenizer, numbered, None, generation, kwargs)
+    if reply.kind != "text":
+        return None
+    texts, contents = [], []
+    for number, part in enumerate(re.split(f"({EDGE}?{nonce}\\.\\d+\\.{EDGE}?)", reply.text)):
+        if number % 2 == 0:
+            texts.append(part)
+            continue
+        edges = part.count(EDGE)
+        contents.append((int(part.split(".")[1]), edges == 0))
+        if edges == 1:
+            return None
+    is_short = len(contents) <= 4 * len(messages)
+    return Frame(tuple(texts), tuple(contents)) if is_short else None
 
 
 def render_prefixes(

@@ -14,6 +14,8 @@ Only what is fetched is decoded, and the parts of a tensor may lie in different 
 those of transformers' causal models, whatever wrapped the model that was saved.
 """
 
+import hashlib
+import math
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -290,3 +292,22 @@ def open_folder(folder: Any) -> SafetensorsFolder:
     """Open the tensors of a model's folder, plain or quantized. Raises UserError as
     SafetensorsFolder."""
     return PackedFolder(Path(folder))
+
+
+BLOCK = 4096
+"""Bytes that `fingerprint` reads at the beginning, the middle and the end of each tensor."""
+
+
+def fingerprint(folder: Path) -> str:
+    """Return the sha256 over name, dtype, shape and three blocks of bytes of every tensor: training
+    or merging changes a tensor nearly everywhere. Raises UserError as SafetensorsFolder does."""
+    tensors = StoredFolder(folder).tensors
+    digest = hashlib.sha256()
+    for name, stored in sorted(tensors.items()):
+        digest.update(repr((name, str(stored.dtype), stored.shape)).encode())
+        size = math.prod(stored.shape) * stored.dtype.itemsize
+        with stored.file.open("rb") as file:
+            for offset in sorted({0, max(size - BLOCK, 0) // 2, max(size - BLOCK, 0)}):
+                file.seek(stored.offset + offset)
+                digest.update(file.read(min(BLOCK, size)))
+    return digest.hexdigest()

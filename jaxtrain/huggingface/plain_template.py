@@ -18,9 +18,9 @@ search for the last question or that count, yield None and are rendered anew for
 
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
@@ -214,3 +214,192 @@ class _Generation(NodeTransformer):
 
     def visit_Name(self, node: nodes.Name) -> nodes.Node:
         return nodes.Const(self.wanted) if node.name == "add_generation_prompt" else node
+
+
+TYPE_TESTS = frozenset("defined undefined none string mapping iterable sequence".split())
+"""Tests of Jinja whose results depend on the type of a value alone."""
+CHANGING = frozenset({"strftime_now", "lipsum", "joiner", "cycler", "random"})
+"""Names whose values differ from one rendering to the next."""
+Kind = Literal["list", "message", "content", "text", "other"]
+"""What an expression holds: messages, one of them, a content or a trimmed one, a text with contents
+in it, or nothing of a content."""
+
+
+class ReadsContents(Exception):
+    """A template depends on the text of a content."""
+
+
+def only_writes_contents(text: str) -> bool:
+    """Return True if a template does nothing with the contents of messages but write them, as they
+    are or trimmed, and test if they are blank.
+
+    Of two conversations that differ in contents that are not blank, such a template writes the same
+    around them. The syntax tree decides; where it is in doubt the answer is False.
+    """
+    tree, uses = parse(text), _Uses()
+    if any(name.name in CHANGING for name in tree.find_all(nodes.Name)):
+        return False
+    if any(node.name in CHANGING for node in tree.find_all(nodes.Filter)):
+        return False
+    try:
+        while True:  # until no name holds more than before
+            before = dict(uses.kinds)
+            uses.run(tree.body)
+            if uses.kinds == before:
+                return True
+    except ReadsContents:
+        return False
+
+
+class _Uses:
+    """Abstract run of a template over the kinds of its values."""
+
+    def __init__(self) -> None:
+        self.kinds: dict[str, Kind] = {"messages": "list"}
+        self.in_macro = False
+
+    def run(self, body: Iterable[nodes.Node]) -> None:
+        for node in body:
+            self._statement(node)
+
+    def _statement(self, node: Any) -> None:
+        match node:
+            case nodes.Output():
+                written = {self.find_kind(child) for child in node.nodes}
+                _require(written <= {"content", "text", "other"})
+                _require(not self.in_macro or written <= {"other"})
+            case nodes.Assign() if isinstance(node.target, nodes.Name):
+                self._bind(node.target.name, self.find_kind(node.node))
+            case nodes.Assign():
+                self._require_other(node.node)
+            case nodes.AssignBlock() if isinstance(node.target, nodes.Name):
+                _require(node.filter is None)
+                self.run(node.body)
+                self._bind(node.target.name, "text")
+            case nodes.If():
+                self._test(node.test)
+                self.run((*node.body, *node.elif_, *node.else_))
+            case nodes.For():
+                self._loop(node)
+            case nodes.Macro():
+                _require(not node.defaults)
+                before, self.in_macro = self.in_macro, True
+                self.run(node.body)
+                self.in_macro = before
+            case nodes.CallBlock():  # transformers' {% generation %}, which writes its body
+                name = getattr(node.call.node, "name", "")
+                _require(name == "_generation_support")
+                self.run(node.body)
+            case nodes.Break() | nodes.Continue():
+                pass
+            case _:
+                raise ReadsContents
+
+    def _loop(self, node: nodes.For) -> None:
+        _require(not node.recursive)
+        kind = self.find_kind(node.iter)
+        _require(kind in ("list", "other"))
+        if kind == "list":
+            _require(isinstance(node.target, nodes.Name))
+            self._bind(node.target.name, "message")  # pyright: ignore
+        else:
+            for name in (node.target, *node.target.find_all(nodes.Name)):
+                if isinstance(name, nodes.Name):
+                    self._bind(name.name, "other")
+        if node.test is not None:
+            self._test(node.test)
+        self.run((*node.body, *node.else_))
+
+    def _bind(self, name: str, kind: Kind) -> None:
+        self.kinds[name] = _join(self.kinds.get(name, kind), kind)
+
+    def _test(self, node: nodes.Node) -> None:
+        _require(self.find_kind(node) != "text")
+
+    def _require_other(self, *children: nodes.Node) -> None:
+        _require(all(self.find_kind(child) == "other" for child in children))
+
+    def find_kind(self, node: Any) -> Kind:
+        """Return the kind of an expression; raises ReadsContents."""
+        match node:
+            case nodes.Name():
+                return self.kinds.get(node.name, "other")
+            case nodes.Getattr():
+                _require(node.attr not in ("previtem", "nextitem"))
+                return self._member(self.find_kind(node.node), nodes.Const(node.attr))
+            case nodes.Getitem():
+                return self._member(self.find_kind(node.node), node.arg)
+            case nodes.Add():
+                return self._joined(node.left, node.right)
+            case nodes.Concat():
+                return self._joined(*node.nodes)
+            case nodes.CondExpr():
+                self._test(node.test)
+                other: Kind = "other" if node.expr2 is None else self.find_kind(node.expr2)
+                return _join(self.find_kind(node.expr1), other)
+            case nodes.And() | nodes.Or():
+                self._test(node.left)
+                return _join(self.find_kind(node.left), self.find_kind(node.right))
+            case nodes.Not():
+                self._test(node.node)
+                return "other"
+            case nodes.Filter(name="trim") if node.node is not None and not node.args:
+                return self._trimmed(node.node)
+            case nodes.Filter(name="length" | "count") if self.find_kind(node.node) == "list":
+                return "other"
+            case nodes.Call(node=nodes.Getattr(attr="strip", node=stripped)) if not node.args:
+                return self._trimmed(stripped)
+            case nodes.Test() if node.name in TYPE_TESTS:
+                self.find_kind(node.node)
+                return "other"
+            case nodes.Compare() if self._asks_for_key(node):
+                return "other"
+            case _:
+                self._require_other(*node.iter_child_nodes())
+                return "other"
+
+    def _member(self, kind: Kind, key: nodes.Node) -> Kind:
+        named = isinstance(key, nodes.Const) and isinstance(key.value, str)
+        if kind == "message":
+            _require(named and key.value not in dir(dict))  # pyright: ignore
+            return "content" if key.value == "content" else "other"  # pyright: ignore
+        if kind == "list":
+            _require(not named)
+            self._require_other(
+                *(key.iter_child_nodes() if isinstance(key, nodes.Slice) else [key])
+            )
+            return "list" if isinstance(key, nodes.Slice) else "message"
+        _require(kind == "other")
+        self._require_other(key)
+        return "other"
+
+    def _joined(self, *parts: nodes.Node) -> Kind:
+        kinds = {self.find_kind(part) for part in parts}
+        _require(kinds <= {"content", "text", "other"})
+        return "other" if kinds == {"other"} else "text"
+
+    def _trimmed(self, node: nodes.Node) -> Kind:
+        kind = self.find_kind(node)
+        _require(kind in ("content", "other"))
+        return kind
+
+    def _asks_for_key(self, node: nodes.Compare) -> bool:
+        """Return True for `"name" in message`."""
+        of_message = [op for op in node.ops if op.op in ("in", "notin")]
+        return (
+            len(node.ops) == len(of_message) == 1
+            and isinstance(node.expr, nodes.Const)
+            and self.find_kind(node.ops[0].expr) == "message"
+        )
+
+
+def _join(first: Kind, second: Kind) -> Kind:
+    if first == second:
+        return first
+    _require({first, second} <= {"content", "text", "other"})
+    return "text"
+
+
+def _require(condition: bool) -> None:
+    if not condition:
+        raise ReadsContents

@@ -25,7 +25,7 @@ from transformers.utils.chat_template_utils import (
     render_jinja_template,
 )
 
-from jaxtrain.huggingface.plain_template import mark_template, parse
+from jaxtrain.huggingface.plain_template import mark_template, only_writes_contents, parse
 from jaxtrain.text_safety import escape_control_chars
 
 MEMORY_BYTES = 2**29
@@ -45,9 +45,10 @@ class RenderRequest(NamedTuple):
     generation: bool
     variables: Mapping[str, Any]
     """Special tokens by name, chat_template_kwargs, and the mark between messages."""
-    mode: Literal["text", "marked", "names"] = "text"
+    mode: Literal["text", "marked", "names", "only_writes"] = "text"
     """text: render; marked: with a mark between messages, see `plain_template.py`; names: return
-    the variables that the template reads."""
+    the variables that the template reads;
+    only_writes: return "yes" if it `only_writes_contents`."""
 
 
 class RenderReply(NamedTuple):
@@ -68,6 +69,8 @@ def answer(request: RenderRequest) -> RenderReply:
             return RenderReply(
                 "text", " ".join(jinja2.meta.find_undeclared_variables(parse(template)))
             )
+        if request.mode == "only_writes":
+            return RenderReply("text", "yes" if only_writes_contents(template) else "")
         if request.mode == "marked":
             template = mark_template(template)
             if template is None:

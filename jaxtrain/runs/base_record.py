@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.fingerprint import fingerprint
+from jaxtrain.huggingface.packed import fingerprint
 
 FOLDER, ABOUT = "base", "base_of_run.json"
 

@@ -11,7 +11,7 @@ from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.distributed.mesh import make_mesh
-from jaxtrain.huggingface.fingerprint import fingerprint
+from jaxtrain.huggingface.packed import fingerprint
 from jaxtrain.methods.drafts.capture import FrozenTarget, pad_rows
 from jaxtrain.methods.drafts.draft_model import borrowed_parts
 from jaxtrain.methods.drafts.target_states import LAST, STATES

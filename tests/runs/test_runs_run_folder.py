@@ -13,8 +13,8 @@ import pytest
 from jaxtrain.config import Config
 from jaxtrain.config.base import list_places
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.fingerprint import fingerprint
 from jaxtrain.huggingface.ops import SplitPiece
+from jaxtrain.huggingface.packed import fingerprint
 from jaxtrain.huggingface.safetensors import write_folder
 from jaxtrain.runs.folder import RunFolder, cut_lines, find_changes, list_names
 from jaxtrain.runs.records import flatten

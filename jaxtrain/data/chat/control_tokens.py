@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
+from jaxtrain.data.chat.words import WordEncoder
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
 
@@ -51,11 +52,13 @@ class Encoder:
     def __init__(self, tokenizer: Any, special_tokens: SpecialTokens = "text"):
         """special_tokens "control": a text that spells a control token writes one."""
         self.backend = tokenizer.backend_tokenizer
+        self._encode = WordEncoder(self.backend)
         self.special_tokens: SpecialTokens = special_tokens
         self.contents = find_control(tokenizer)
         self._order = sorted(self.contents, key=len, reverse=True)
         self._spelled = re.compile("|".join(map(re.escape, self._order)) or r"(?!)")
         self._beginnings = {text[:end] for text in self._order for end in range(1, len(text))}
+        self._initials = {text[0] for text in self._order}
         self._longest = max(map(len, self._order), default=0)
         self._apart: dict[str, bool] = {}
         self._plain: tuple[Tokenizer, dict[str, str], dict[int, int]] | None = None
@@ -100,8 +103,7 @@ class Encoder:
     def __call__(self, text: str, mark: str = "") -> list[int]:
         """Encode a text that a template wrote around protected values."""
         if not mark or mark not in text:
-            # The Python wrapper gives the same ids, at several times the cost for a short text.
-            return self.backend.encode(text, add_special_tokens=False).ids
+            return self._encode(text)
         plain, names, ids = self._open_plain()
         named = self._spelled.sub(lambda match: names[match[0]], text)
         token_ids = plain.encode(self.restore(named, mark), add_special_tokens=False).ids
@@ -171,6 +173,8 @@ class Encoder:
 
     def _begins(self, text: str) -> bool:
         """Return True if a text ends with the beginning of a control token."""
+        if self._initials.isdisjoint(text[-self._longest :]):
+            return False
         return any(
             text[-n:] in self._beginnings for n in range(1, min(self._longest, len(text)) + 1)
         )

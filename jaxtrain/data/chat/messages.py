@@ -84,6 +84,9 @@ ROLES = {
 ACCEPTED = ("system", "developer", "user", "assistant", "tool")
 SYSTEM_ROLES = ("system", "developer")
 
+PLAIN = {"role", "content"}
+"""Keys of most messages, which stay as they are."""
+
 Message = dict[str, Any]
 
 
@@ -148,6 +151,7 @@ class MessageReader:
         what the model wrote: arguments that are no JSON object stay text, and a message may be
         empty."""
         self.fields, self.roles = fields or {}, roles or {}
+        self.renames = any(name.startswith("messages.") for name in self.fields)
         self.unread = set() if unread is None else unread
         self.speaker, self.lenient, self.spans = speaker, lenient, spans
 
@@ -157,6 +161,10 @@ class MessageReader:
             item = {"role": self.speaker, "content": item}
         if not isinstance(item, Mapping):
             raise MalformedRow(f"a message is {name_type(item)}, not an object")
+        if item.keys() == PLAIN and not self.renames:
+            role, content = item["role"], item["content"]
+            if role in ACCEPTED and role not in self.roles and type(content) is str:
+                return {"role": role, "content": content}
         used: set[str] = set()
         role = self._pick(item, "role", used, self._role) or self.speaker
         if not role:

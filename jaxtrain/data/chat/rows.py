@@ -251,7 +251,8 @@ class Row:
 
     def refuse_media(self) -> None:
         """Raise MalformedRow for images, videos or audio beside the texts."""
-        refuse([name for name in MEDIA if name in self.unused()], "column")
+        unused = self.unused()
+        refuse([name for name in MEDIA if name in unused], "column")
 
     def conversation(self, messages: list[Message], first: int | None = None) -> Conversation:
         """Return the messages with all that the row says beside them.
@@ -260,7 +261,8 @@ class Row:
         parts of messages.
         """
         self.refuse_media()
-        refuse([name for name in PARTIAL_MASKS if name in self.unused()], "column")
+        unused = self.unused()
+        refuse([name for name in PARTIAL_MASKS if name in unused], "column")
         complete = self.with_context(messages)
         start = 0 if first is None else first + len(complete) - len(messages)
         return Conversation(complete, self.tools(), self.chat_template_kwargs(), start)

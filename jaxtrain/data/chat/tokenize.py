@@ -186,9 +186,10 @@ class RowTokenizer:
             raise MalformedRow(reason)
         weighted = []
         for index, part in enumerate(parts):
-            trained = np.isin(part.author, turns)
+            trained = part.author >= 0  # no other turns are located
             if mode == "all":
-                trained = ~(trained | (part.author == template.MASKED))
+                silent = np.isin(part.author, [*turns, template.MASKED])
+                trained = ~silent
             weights = trained.astype(np.float32)
             if (mode_of_ends := self.dataset.train_on_eot) != "turn":
                 ends = frozenset().union(*template.turn_ends(self.tokenizer))

@@ -25,7 +25,7 @@ from jaxtrain.data.sources.readers import is_stream
 from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.distributed.feed import place_of, put, to_host
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.fingerprint import fingerprint
+from jaxtrain.huggingface.packed import fingerprint
 from jaxtrain.methods.drafts.capture import FrozenTarget
 from jaxtrain.methods.drafts.config import DraftTask
 from jaxtrain.methods.drafts.state_store import (
