@@ -22,7 +22,6 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
-from jaxtrain.data.chat.words import WordEncoder
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
 
@@ -51,6 +50,8 @@ class Encoder:
 
     def __init__(self, tokenizer: Any, special_tokens: SpecialTokens = "text"):
         """special_tokens "control": a text that spells a control token writes one."""
+        from jaxtrain.data.chat.words import WordEncoder  # not for runs on token ids
+
         self.backend = tokenizer.backend_tokenizer
         self._encode = WordEncoder(self.backend)
         self.special_tokens: SpecialTokens = special_tokens
