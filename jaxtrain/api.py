@@ -40,7 +40,7 @@ from jaxtrain.generation.local.draft_model import open_draft
 from jaxtrain.generation.local.requests import Requests
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.speculation import DraftedModel
-from jaxtrain.methods.reopen import open_trained
+from jaxtrain.methods.reopen import load_newer, open_trained
 from jaxtrain.models.parameters import Params, Rebuild
 from jaxtrain.models.scores import ScoreHead
 
@@ -98,6 +98,14 @@ class Model:
         self.max_len: int = bundle.architecture.longest
         """Tokens of the longest text."""
         self.longest_said: str = bundle.architecture.longest_said
+
+    def refresh(self) -> bool:
+        """Load the newest checkpoint of a run that has trained on since; False if there is none.
+        Samplers keep their weights until `use`."""
+        newer = load_newer(self.name, self.snapshot, self.policies)
+        if newer is not None:
+            self.snapshot, self.policies = newer
+        return newer is not None
 
     def encode(self, texts: Sequence[Text]) -> list[np.ndarray]:
         """Ids int32 [n] of each text; UserError for what is neither text nor ids of this model."""
@@ -174,10 +182,17 @@ class Model:
                 " `jaxtrain generate` and `jaxtrain eval` work with it"
             )
 
-    def sampler(self, raw: bool, draft: str | None = None, policy: str | None = None) -> Requests:
+    def sampler(
+        self,
+        raw: bool,
+        draft: str | None = None,
+        policy: str | None = None,
+        max_batch: int | None = None,
+    ) -> Requests:
         """Return a sampler with these weights. raw: an answer ends with its text, not with a turn.
         draft: folder of a draft model for speculative decoding: same answers, faster. policy:
-        another one of `policies`."""
+        another one of `policies`. max_batch: most answers that are drawn at once, by
+        default what the memory has room for."""
         self.require_language()
         model = (self.snapshot if policy is None else self.policies[policy]).model()
         if draft is not None:
@@ -191,7 +206,7 @@ class Model:
             model,
             end_of_turn_ids(self.tokenizer, raw),
             max_len=self.max_len,
-            max_batch=rows,
+            max_batch=min(rows, max_batch or rows),
             to_text=self.tokenizer.decode,
             tokenizer=self.tokenizer,
         )

@@ -40,10 +40,18 @@ VERBS = {
         "--config FILE", "states of a draft's target, onto disk", "cli.capture:run_capture"
     ),
     "eval": Verb("RUN | --config FILE", "held-out loss, problems answered", "cli.eval:run_eval"),
+    "compare": Verb(
+        "A B",
+        "how much better one evaluation is than another",
+        "cli.compare:run_compare",
+    ),
     "generate": Verb(
         "RUN|MODEL [--prompt TEXT]",
         "answer prompts; without one: a conversation",
         "cli.generate:run_generate",
+    ),
+    "serve": Verb(
+        "RUN|MODEL [--port N]", "answer over HTTP in OpenAI's form", "cli.serve:run_serve"
     ),
     "speculate": Verb(
         "RUN|MODEL --draft FOLDER",

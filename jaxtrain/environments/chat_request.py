@@ -65,6 +65,22 @@ def read_request(
     if not isinstance(body, dict):
         refuse(f"the body must be an object, found {describe(body)}")
     check_fields(body, CHAT, note)
+    conversation = read_conversation(body, note)
+    if check_top_logprobs(body):
+        note("top_logprobs (the drawn token's is all there is)")
+    if body.get("model") not in (None, "", MODEL):
+        raise RequestRefused(404, f"model {show(body['model'], 60)} is not served; {MODEL!r} is")
+    sampling = limit(body, sampling)
+    stops = read_stop_ids(body, vocabulary)
+    messages, token_ids, tools, kwargs = conversation
+    return ChatRequest(messages, token_ids, tools, sampling, kwargs, stops)
+
+
+def read_conversation(
+    body: Mapping[str, Any], note: Note
+) -> tuple[list[dict[str, Any]], dict[int, list[int]], list[dict[str, Any]], dict | None]:
+    """Return (messages, {index: token ids sent along}, tools, variables of the chat template) of a
+    request of checked types; RequestRefused."""
     entries = body.get("messages")
     if not entries:
         refuse("messages must be a list of at least one message")
@@ -92,16 +108,15 @@ def read_request(
         check_kwargs(kwargs or {}, "chat_template_kwargs")
     except TemplateFailed as error:
         refuse(str(error))
+    return messages, token_ids, tools, kwargs
+
+
+def check_top_logprobs(body: Mapping[str, Any]) -> int:
+    """Return how many likely tokens a chat request asks for at each place; RequestRefused."""
     top = body.get("top_logprobs") or 0
     if not 0 <= top <= MAX_TOP_LOGPROBS or (top and not body.get("logprobs")):
         refuse(f"top_logprobs {top} must be 0 to {MAX_TOP_LOGPROBS}, and with logprobs alone")
-    if top:
-        note("top_logprobs (the drawn token's is all there is)")
-    if body.get("model") not in (None, "", MODEL):
-        raise RequestRefused(404, f"model {show(body['model'], 60)} is not served; {MODEL!r} is")
-    sampling = limit(body, sampling)
-    stops = read_stop_ids(body, vocabulary)
-    return ChatRequest(messages, token_ids, tools, sampling, kwargs, stops)
+    return top
 
 
 def read_stop_ids(body: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:

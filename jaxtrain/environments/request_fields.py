@@ -137,12 +137,12 @@ def check_fields(
             neutral = NEUTRAL[name]
             if not same_number(value, neutral):
                 refuse(
-                    f"{label} {show(value, 40)} is not this run's: only {show(neutral)} is drawn;"
-                    " leave it out"
+                    f"{label} {show(value, 40)} is not served: only {show(neutral)} is; leave it"
+                    " out"
                 )
         elif name in EMPTY:
             if value not in ("", [], {}, False):
-                refuse(f"{label} would make the log-probs another distribution's; leave it out")
+                refuse(f"{label} is not served, and would change what is drawn; leave it out")
         elif name in HARMLESS:
             note(label)
         else:

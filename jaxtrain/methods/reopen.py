@@ -23,6 +23,7 @@ from jaxtrain.methods.registry import make_task
 from jaxtrain.methods.reward_model.method import find_section
 from jaxtrain.runs.base_record import require_same_base
 from jaxtrain.runs.checkpoint import load_checkpoint
+from jaxtrain.runs.checkpoint_folder import find_steps
 from jaxtrain.safe_io import parse_json, read_text
 from jaxtrain.text_safety import show
 
@@ -125,6 +126,31 @@ def choose_dtypes(model: str, overrides: Sequence[str], own_dtype: bool) -> dict
     # Numbers of float16 folders may lie beyond what bfloat16 resolves.
     dtype = "bfloat16" if "bfloat16" in dtypes else "float32"
     return {"param_dtype": dtype, "compute_dtype": dtype}
+
+
+def load_newer(
+    name: str, snapshot: ModelSnapshot, policies: Mapping[str, ModelSnapshot]
+) -> tuple[ModelSnapshot, dict[str, ModelSnapshot]] | None:
+    """Return `open_trained`'s snapshots with the weights of a newer checkpoint; None if there is
+    none, as of a folder. UserError for a damaged one."""
+    folder = Path(name).expanduser() / "checkpoints"
+    step = max(find_steps(folder), default=-1)
+    if step <= snapshot.step:
+        return None
+    roles = snapshot.roles
+    shapes = {"params": roles.trained_shapes, **roles.copy_shapes}
+    restored = load_checkpoint(
+        folder, dict.fromkeys(policies, shapes) if policies else shapes, step
+    )
+
+    def renew(old: ModelSnapshot, arrays: Mapping[str, Any]) -> ModelSnapshot:
+        copies = {name: value for name, value in arrays.items() if name != "params"}
+        return ModelSnapshot(roles, {**old.weights, **copies, **arrays["params"]}, step)
+
+    if not policies:
+        return renew(snapshot, restored.arrays), {}
+    renewed = {name: renew(old, restored.arrays[name]) for name, old in policies.items()}
+    return next(iter(renewed.values())), renewed
 
 
 def holds_run(saved: Path) -> bool:

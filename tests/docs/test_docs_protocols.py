@@ -4,7 +4,7 @@ import inspect
 import re
 from pathlib import Path
 
-from jaxtrain.environments import policy_server
+from jaxtrain.environments import endpoint_app, policy_server
 from jaxtrain.generation.ray.hosts import ServerHost
 from jaxtrain.generation.ray.service import RolloutService
 from jaxtrain.generation.ray.worker import EpisodeWorker
@@ -67,11 +67,11 @@ def test_messages_about_weights():
 
 def test_routes_of_the_policy_endpoint():
     text = Path(policy_server.__file__).read_text()
-    routes = re.findall(r'app\.router\.add_(\w+)\(f"\{prefix\}(/[^"]+)"', text)
-    assert len(routes) == text.count("app.router.add_")
+    routes = re.findall(r'Route\("(\w+)", f"\{prefix\}(/[^"]+)"', text)
+    assert len(routes) == text.count("Route(")
     messages = routes_of("The policy endpoint")
-    assert messages == {(method.upper(), path) for method, path in routes}
-    assert f"is at most {policy_server.MAX_BYTES >> 20} MiB (413)" in PAGE
+    assert messages == set(routes)
+    assert f"is at most {endpoint_app.MAX_BYTES >> 20} MiB (413)" in PAGE
 
 
 def test_calls_of_the_rollout_service():

@@ -33,7 +33,20 @@ MESSAGES = (
     {"role": "tool", "tool_call_id": "abc", "content": "4"},
     {"role": "assistant", "content": "A.", "generation_token_ids": [5, 6]},
 )
-NAMES = (*CHAT, *SAMPLING, *NEUTRAL, *EMPTY, *HARMLESS, "temprature", "stop_tokens", "", "\ud800")
+NAMES = (
+    "prompt",
+    "tokens",
+    "stream",
+    *CHAT,
+    *SAMPLING,
+    *NEUTRAL,
+    *EMPTY,
+    *HARMLESS,
+    "temprature",
+    "stop_tokens",
+    "",
+    "\ud800",
+)
 MESSAGE_NAMES = ("role", "content", "tool_calls", "function_call", "name", "tool_call_id", "weight")
 MESSAGE_NAMES += ("reasoning_content", "generation_token_ids", "image_url", "refusal", "prefix")
 TEXTS = (
@@ -112,21 +125,44 @@ def mutate(rng, body):
 
 
 def draw_request(rng, episode):
-    """Draw (path, body, headers) of a request."""
+    """Draw (path, body, headers) of a request to the policy endpoint."""
     path = rng.choice(PATHS)
     if path == PATHS[2]:
         body = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 4}}
     else:
-        body = {"messages": [rng.choice(MESSAGES) for _ in range(rng.randrange(1, 4))]}
-        if rng.random() < 0.3:
-            body["tools"] = TOOLS
-    body = json.loads(json.dumps({**body, "metadata": {"episode": episode}}))
+        body = draw_conversation(rng)
+    raw, headers = spoil(rng, {**body, "metadata": {"episode": episode}})
+    return path, raw, {"X-Session-ID": episode, **headers} if rng.random() < 0.8 else headers
+
+
+def draw_open_request(rng):
+    """Draw (path, body, headers) of a request to `jaxtrain serve`."""
+    path = rng.choice([*PATHS[:2], "/v1/completions", "/detokenize"])
+    match path:
+        case "/v1/completions":
+            body = {"prompt": rng.choice(["a", [5, 6], [[5], [6, 7]], ["a", "b"]]), "max_tokens": 4}
+        case "/detokenize":
+            body = {"tokens": [5, 6]}
+        case _:
+            body = draw_conversation(rng)
+    return path, *spoil(rng, body)
+
+
+def draw_conversation(rng):
+    """Draw messages, perhaps with tools."""
+    messages = [rng.choice(MESSAGES) for _ in range(rng.randrange(1, 4))]
+    return {"messages": messages, **({"tools": TOOLS} if rng.random() < 0.3 else {})}
+
+
+def spoil(rng, body):
+    """Return (bytes, headers) of a body, most of the time changed."""
+    body = json.loads(json.dumps(body))
     if rng.random() < 0.85:
         with contextlib.suppress(AttributeError, TypeError):  # a change of a changed place
             for _ in range(rng.randrange(1, 4)):
                 mutate(rng, body)
     raw = json.dumps(body).encode()
-    headers = {"X-Session-ID": episode} if rng.random() < 0.8 else {}
+    headers = {}
     match rng.randrange(24):
         case 0:
             raw = raw[: rng.randrange(len(raw))]
@@ -144,7 +180,7 @@ def draw_request(rng, episode):
             raw = raw[:place] + b"\xff" + raw[place:]
     if rng.random() < 0.12:
         headers |= rng.choice(HEADERS)
-    return path, raw, headers
+    return raw, headers
 
 
 class Endless(ScriptedEngine):

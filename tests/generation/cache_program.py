@@ -71,7 +71,8 @@ def compile_cycles(dtype: str, sharding=None):
 def compile_rows(chunk, model, sharding=None):
     """(a chunk of 8 rows of 2,048 slots, shape of one layer's k)."""
     rows = jax.eval_shape(lambda model: slots.empty_rows(model, B=8, S=2048, E=1), model)
-    shapes = (model, rows, jax.ShapeDtypeStruct((8,), bool), jax.ShapeDtypeStruct((), jnp.int32))
+    over = slots.ChunkEnd(*[jax.ShapeDtypeStruct((), jnp.int32)] * 2)
+    shapes = (model, rows, jax.ShapeDtypeStruct((8,), bool), over)
     placed = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes
     )

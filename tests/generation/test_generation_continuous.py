@@ -277,3 +277,21 @@ def test_an_error_of_the_device_reaches_all_who_wait(models, monkeypatch):
     assert [type(error) for error in asyncio.run(ask())] == [ZeroDivisionError] * 3
     monkeypatch.undo()
     assert len(asyncio.run(engine.generate([5], Sampling(max_new_tokens=4))).tokens) > 0
+
+
+def test_an_answer_that_is_watched_comes_token_by_token_and_is_the_same(models):
+    sampling, prompt = Sampling(max_new_tokens=40, temperature=1.0), [5, 6, 7]
+
+    async def draw(watch):
+        engine = LocalEngine(open_sampler(models[0]))
+        try:
+            return await engine.generate(prompt, sampling, (), 4, watch)
+        finally:
+            await engine.close()
+
+    seen = []
+    watched = asyncio.run(draw(lambda answer: seen.append(list(answer.tokens))))
+    alone = asyncio.run(draw(None))
+    assert watched == alone and watched.tokens == seen[-1]
+    assert [len(tokens) for tokens in seen] == list(range(1, len(seen) + 1))
+    assert all(seen[-1][: len(tokens)] == tokens for tokens in seen)

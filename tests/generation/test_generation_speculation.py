@@ -151,10 +151,10 @@ def test_the_draft_is_told_what_the_target_has_read(models, plain):
     texts = [tuple(prompts[i]) for i in chosen]
     (call,) = read_by(Block(B, 64, 0), model, texts, 96, None)
     rows = slots.insert(model, rows, call.filled, entry, kind)
-    stop, patience = np.zeros(B, bool), np.int32(B)
+    stop, over = np.zeros(B, bool), slots.ChunkEnd(np.int32(B), np.int32(slots.CHUNK))
     output = [[] for _ in chosen]
     for chunk in (slots.decode_chunk, speculate_chunk):
-        rows, *actual = chunk(model, rows, stop, patience, kind)
+        rows, *actual = chunk(model, rows, stop, over, kind)
         tokens_BC, _, handed_B, *_ = actual[0] if chunk is speculate_chunk else actual
         for row, local_value in enumerate(output):
             local_value += np.asarray(tokens_BC[row, : handed_B[row]]).tolist()

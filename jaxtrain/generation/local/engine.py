@@ -37,6 +37,7 @@ class LocalEngine:
         self._futures: dict[Request, asyncio.Future] = {}
         self._unbegun: dict[Request, Callable[[int], None]] = {}
         """Callbacks that receive the version that draws a request's first token."""
+        self._watched: dict[Request, Callable[[Completion], None]] = {}
         self._serving: asyncio.Task | None = None
         self._thread: ThreadPoolExecutor | None = None
 
@@ -55,8 +56,11 @@ class LocalEngine:
         sampling: Sampling,
         stop_ids: Sequence[int] = (),
         index: int = 0,
+        watch: Callable[[Completion], None] | None = None,
     ) -> Completion:
         """Continue a prompt, batched with all other requests; see engine.Engine.
+
+        watch: receives the answer so far, in the event loop, each time that it has grown.
 
         A draw depends on (sampling.seed, index, length of the prompt, prompt, weights) alone.
         Raises EpisodeFailed for a prompt that leaves no room for an answer.
@@ -69,6 +73,9 @@ class LocalEngine:
         future = self._futures[request] = loop.create_future()
         if (listener := find_listener()) is not None:
             self._unbegun[request] = listener
+        if watch is not None:
+            request.streamed = True
+            self._watched[request] = watch
         self.sampler.add(request)
         self._asked += 1
         if self._serving is None or self._serving.done():
@@ -77,6 +84,7 @@ class LocalEngine:
             return await future
         finally:
             self._unbegun.pop(request, None)
+            self._watched.pop(request, None)
             # Cancelled while it was drawn: its row must not run on.
             if self._futures.pop(request, None) is not None:
                 self.sampler.abort(request)
@@ -100,6 +108,11 @@ class LocalEngine:
             return {}
         new, self._counted = total.since(self._counted), total.since(None)
         return new.metrics()
+
+    def load(self) -> tuple[int, int]:
+        """Return the numbers of requests that are drawn, and that wait for a row."""
+        waiting = min(self.sampler.num_waiting, len(self._futures))
+        return len(self._futures) - waiting, waiting
 
     async def _serve(self) -> None:
         """Draw chunks until there is no work."""
@@ -127,6 +140,9 @@ class LocalEngine:
                 return
             for request in [started for started in self._unbegun if started.versions]:
                 self._unbegun.pop(request)(request.versions[0])
+            for request, watch in self._watched.items():
+                if request.tokens and not request.aborted:
+                    watch(request.completion)
             for request in ended:
                 future = self._futures.pop(request, None)
                 if future is not None and not future.done():

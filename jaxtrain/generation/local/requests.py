@@ -47,6 +47,8 @@ class Request:
     """What its next token must match; None: nothing."""
     finish_reason: FinishReason = "length"
     aborted: bool = False
+    streamed: bool = False
+    """Its tokens are read as they are drawn, so chunks are short."""
 
     @property
     def completion(self) -> Completion:
@@ -115,6 +117,11 @@ class Requests(ABC):
         return nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     @property
+    def model(self) -> Any:
+        """Return the model that draws the next chunk."""
+        return self._weights[0]
+
+    @property
     def version(self) -> int:
         """Return the version of the weights."""
         return self._weights[1]
@@ -180,6 +187,11 @@ class Requests(ABC):
                 self._grammars = Grammars(self.tokenizer, vocab_size)
             constraint = self._grammars.begin(sampling.structured_outputs, ends)
         return Request(prompt, sampling, ends, number, limit, constraint=constraint)
+
+    @property
+    def num_waiting(self) -> int:
+        """Return the number of requests that no row has taken."""
+        return len(self._waiting)
 
     def add(self, request: Request) -> None:
         """Queue a request for a row."""

@@ -27,6 +27,7 @@ from jaxtrain.generation.local.prefill import Prompt, choose_blocks, read_prompt
 from jaxtrain.generation.local.requests import Request, Requests
 from jaxtrain.generation.local.slots import (
     CHUNK,
+    ChunkEnd,
     RowInsert,
     SamplerRows,
     decode_chunk,
@@ -44,6 +45,9 @@ ENDS = 8
 """Smallest number of tokens that may end a row."""
 REFILL = 8
 """A chunk ends early once one in so many rows has ended in it."""
+STREAMS = 4
+"""Rows for each token of a chunk while an answer is read as it is drawn: a program's start costs
+the same for any number of rows."""
 
 
 class RowsSize(NamedTuple):
@@ -119,7 +123,7 @@ class LocalSampler(Requests):
             with self.phase("decoding"):
                 ended = self._draw() if any(self._running) else []
                 # Constrained rows come a token at a time; as many of them as a chunk are one step.
-                for _ in range(CHUNK - 1):
+                for _ in range(self._count_steps() - 1):
                     if ended or not self._is_constrained():
                         break
                     ended = self._draw()
@@ -247,20 +251,18 @@ class LocalSampler(Requests):
         speculates = isinstance(model, DraftedModel) and not constrained and self._is_calm()
         busy = [(row, request) for row, request in enumerate(self._running) if request is not None]
         stop_B = np.array([request is None or request.aborted for request in self._running])
-        patience = np.int32(max(1, len(self._running) // REFILL))
+        over = ChunkEnd(np.int32(max(1, len(self._running) // REFILL)), self._count_steps())
         kind = find_kind([request.sampling for _, request in busy])
         if speculates:
             start = time.perf_counter()
-            self._rows, (*drawn, lengths) = speculate_chunk(
-                model, self._rows, stop_B, patience, kind
-            )
+            self._rows, (*drawn, lengths) = speculate_chunk(model, self._rows, stop_B, over, kind)
             lengths_BN, handed = np.asarray(lengths), int(np.asarray(drawn[2]).sum())
             seconds = time.perf_counter() - start
             self._count_cycles(busy, lengths_BN, model.draft.num_drafted, handed, seconds)
         else:
             allowed = self._follow(busy) if constrained else None
             self._rows, *drawn, routed = decode_chunk(
-                model, self._rows, stop_B, patience, kind, self.routes, allowed
+                model, self._rows, stop_B, over, kind, self.routes, allowed
             )
             if routed is not None:
                 routed_BCR, count_B = np.asarray(routed), np.asarray(drawn[2])
@@ -292,6 +294,12 @@ class LocalSampler(Requests):
                 self._running[row] = None
                 ended.append(request)
         return ended
+
+    def _count_steps(self) -> np.int32:
+        """Return the tokens of a chunk: few while someone reads along, one if the rows are few."""
+        busy = [request for request in self._running if request is not None]
+        streamed = any(request.streamed for request in busy)
+        return np.int32(max(1, min(CHUNK, len(busy) // STREAMS)) if streamed else CHUNK)
 
     def _is_constrained(self) -> bool:
         """Return True if any answer in progress is constrained."""

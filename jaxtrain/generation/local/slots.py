@@ -68,6 +68,20 @@ class RowInsert(NamedTuple):
     """uint32 [R, W] bits of the tokens that may come first; None: all."""
 
 
+class ChunkEnd(NamedTuple):
+    """When a chunk is over."""
+
+    ended: jax.Array | np.ndarray | np.int32
+    """int32 []: after so many rows have ended in it."""
+    steps: jax.Array | np.ndarray | np.int32
+    """int32 []: after so many steps."""
+
+    def goes_on(self, step: jax.Array, C: int, before: jax.Array, running: jax.Array) -> jax.Array:
+        """Return bool []: True if step number `step`, below C, is part of it. before, running:
+        int32 [], rows that ran at its start and that run now."""
+        return (step < jnp.minimum(self.steps, C)) & (running > 0) & (before - running < self.ended)
+
+
 @jax.jit
 def unstack(model: Any) -> Any:
     """Return the model with its layers stored separately, so that a token copies no weights."""
@@ -183,7 +197,7 @@ def decode_chunk(
     model: Any,
     rows: SamplerRows,
     stop_B: jax.Array,
-    patience: jax.Array,
+    over: ChunkEnd,
     kind: DrawKind,
     routes: RouteShape | None = None,
     allowed_BW: jax.Array | None = None,
@@ -191,10 +205,9 @@ def decode_chunk(
     """Return (rows, tokens [B, C], log-probs [B, C], number of tokens handed out per row [B], and
     with `routes` the experts of these tokens [B, C, R], undefined for the token that ends a row).
 
-    Each step hands out the pending token and draws the next, until C steps are done, all rows have
-    ended, or `patience` rows have ended in this chunk. `stop_B` ends rows beforehand. allowed_BW:
-    uint32 [B, W] bits of the tokens that may follow each row's pending one; C is then 1, for the
-    host has to see the token that is drawn.
+    Each step hands out the pending token and draws the next, until the chunk is over, after C steps
+    at the latest. `stop_B` ends rows beforehand. allowed_BW: uint32 [B, W] bits of the tokens that
+    may follow each row's pending one; C is then 1, for the host has to see the token that is drawn.
     """
     C = CHUNK if allowed_BW is None else 1
     rows = rows._replace(done=rows.done | stop_B)
@@ -231,7 +244,7 @@ def decode_chunk(
 
     def going(carry):
         num_running = (~carry[1].done).sum()
-        return (carry[0] < C) & (num_running > 0) & (running - num_running < patience)
+        return over.goes_on(carry[0], C, running, num_running)
 
     tokens_BC = jnp.full((B, C), -1, jnp.int32)
     logprobs_BC = jnp.zeros((B, C), jnp.float32)

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.generation.local.slots import SamplerRows
+from jaxtrain.generation.local.slots import ChunkEnd, SamplerRows
 from jaxtrain.generation.local.token_sampling import DrawKind, DrawParameters, sample
 from jaxtrain.layers.mixer import SharedSlots
 from jaxtrain.models.decoder import Decoded, DecoderCache
@@ -107,7 +107,7 @@ class SpeculativeChunk(NamedTuple):
 
 @functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("rows",))
 def speculate_chunk(
-    model: DraftedModel, rows: SamplerRows, stop_B: jax.Array, patience: jax.Array, kind: DrawKind
+    model: DraftedModel, rows: SamplerRows, stop_B: jax.Array, over: ChunkEnd, kind: DrawKind
 ) -> tuple[SamplerRows, SpeculativeChunk]:
     """Run up to CYCLES cycles of every row.
 
@@ -131,7 +131,7 @@ def speculate_chunk(
 
     def going(carry):
         num_running = (~carry[1].done).sum()
-        return (carry[0] < CYCLES) & (num_running > 0) & (running - num_running < patience)
+        return over.goes_on(carry[0], CYCLES, running, num_running)
 
     room = (B, CYCLES * T + 1)
     chunk = SpeculativeChunk(

@@ -1,0 +1,241 @@
+"""The verb `serve`: a model behind HTTP in OpenAI's form; of a run that trains its newest weights.
+
+main thread: event loop ── requests ── tokens ──> LocalEngine of each policy
+thread "sampler": one chunk of tokens at a time, scores of prompts
+thread: a newer checkpoint is read ──> replaces the weights between two requests
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from jaxtrain.arguments import Parser, expand_path
+from jaxtrain.errors import UserError
+from jaxtrain.safe_io import read_text
+
+if TYPE_CHECKING:
+    from jaxtrain.api import Model
+    from jaxtrain.generation.local.engine import LocalEngine
+    from jaxtrain.generation.serving.answerer import Score, ServedModel
+
+KEY_VARIABLE = "JAXTRAIN_API_KEY"
+MAX_KEY = 4096
+POLL_SECONDS = 5.0
+"""Between two looks for a newer checkpoint."""
+
+
+def run_serve(argv: list[str]) -> None:
+    """Answer requests in OpenAI's form with a run's newest checkpoint or a Hugging Face model."""
+    parser = Parser("jaxtrain serve", description=run_serve.__doc__)
+    parser.add_argument(
+        "model",
+        type=os.path.expanduser,
+        help="a run's output_dir, a Hugging Face folder or a Hub id",
+    )
+    parser.add_argument(
+        "overrides", nargs="*", help="section.key=value, such as model.compute_dtype=bfloat16"
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, default=8000, help="0: any free one")
+    parser.add_argument("--served-model-name", help="its name in requests; default: the folder's")
+    parser.add_argument(
+        "--api-key-file",
+        type=expand_path,
+        help=f"file of the key that requests must carry; or the variable {KEY_VARIABLE}",
+    )
+    parser.add_argument(
+        "--max-model-len",
+        type=int,
+        default=4096,
+        help="tokens of the longest sequence, prompt and answer; at most the model's",
+    )
+    parser.add_argument(
+        "--max-num-seqs",
+        type=int,
+        help="most answers that are drawn at once; default: what the memory has room for",
+    )
+    parser.add_argument(
+        "--draft", type=os.path.expanduser, help="folder of a draft model (dflash, eagle3)"
+    )
+    args = parser.parse_intermixed_args(argv)
+    if (
+        args.max_model_len < 2
+        or (1 if args.max_num_seqs is None else args.max_num_seqs) < 1
+        or not 0 <= args.port < 65536
+    ):
+        raise UserError(
+            "serve: --max-model-len is at least 2, --max-num-seqs at least 1, --port 0 to 65535"
+        )
+    key = read_key(args.api_key_file)
+    require_key(args.host, key)
+
+    from jaxtrain.api import Model
+
+    model = Model(args.model, args.overrides, several=True)
+    model.require_language()
+    model.max_len = min(model.max_len, args.max_model_len)
+    with ThreadPoolExecutor(1, thread_name_prefix="sampler") as thread:
+        asyncio.run(serve(args, model, key, thread))
+
+
+def read_key(file: Path | None) -> str | None:
+    """Return the key that requests must carry; None: none. UserError for an empty file."""
+    if file is None:
+        return os.environ.get(KEY_VARIABLE) or None
+    try:
+        key = read_text(file, MAX_KEY).strip()
+    except (OSError, ValueError) as error:
+        raise UserError(f"--api-key-file {file} cannot be read: {error}") from None
+    if not key:
+        raise UserError(f"--api-key-file {file} is empty")
+    return key
+
+
+def require_key(host: str, key: str | None) -> None:
+    """Raise UserError where other machines could ask without a key."""
+    from jaxtrain.environments.endpoint_app import LOOPBACK
+
+    if host not in LOOPBACK and key is None:
+        raise UserError(
+            f"serve: --host {host} lets other machines ask, so requests need a key: set"
+            f" {KEY_VARIABLE}, or name a file with --api-key-file"
+        )
+
+
+async def serve(
+    args: argparse.Namespace, model: "Model", key: str | None, thread: ThreadPoolExecutor
+) -> None:
+    """Serve until a signal asks to end."""
+    from jaxtrain.environments.endpoint_app import EndpointApp
+    from jaxtrain.generation.serving.answerer import PUBLIC, Answerer
+    from jaxtrain.generation.serving.open_request import ServingFormat
+
+    name = args.served_model_name or Path(args.model).name
+    engines, models = open_models(model, name, args, thread)
+    form = ServingFormat(model.tokenizer, model.vocab_size, model.max_len)
+    app = EndpointApp(Answerer(form, models, log=log).routes(), key, PUBLIC)
+    try:
+        port = await app.listen(args.host, args.port)
+    except OSError as error:
+        raise UserError(
+            f"serve: {args.host}:{args.port} cannot be listened on: {error.strerror or error};"
+            " give another --port, or 0 for any free one"
+        ) from None
+    ended = asyncio.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        asyncio.get_running_loop().add_signal_handler(number, ended.set)
+    host = f"[{args.host}]" if ":" in args.host else args.host
+    names = ", ".join(served.name for served in models)
+    print(f"serving {names} ({models[0].version}) at http://{host}:{port}/v1", flush=True)
+    following = asyncio.ensure_future(follow(model, models, engines))
+    try:
+        await ended.wait()
+    finally:
+        following.cancel()
+        await app.close()
+        for engine in engines:
+            await engine.close()
+
+
+def open_models(
+    model: "Model", name: str, args: argparse.Namespace, thread: ThreadPoolExecutor
+) -> "tuple[list[LocalEngine], list[ServedModel]]":
+    """Return the engine of each policy, or of the only one, and what it is in requests."""
+    from jaxtrain.generation.local.engine import LocalEngine
+    from jaxtrain.generation.serving.answerer import ServedModel
+
+    policies = list(model.policies) or [None]
+    if args.draft and model.policies:
+        raise UserError(f"{model.name} has trained several policies, for which no draft guesses")
+    engines, models = [], []
+    for policy in policies:
+        sampler = model.sampler(True, args.draft, policy, args.max_num_seqs)
+        sampler.use(split_layers(model, sampler.model), model.snapshot.step)
+        engine = LocalEngine(sampler, thread)
+        # Only the first policy's weights are at hand to score texts by.
+        can_score = model.open_sampler is None and policy == policies[0]
+        score = make_score(model, thread) if can_score else None
+        engines.append(engine)
+        models.append(ServedModel(policy or name, engine, describe_version(model), score))
+    return engines, models
+
+
+def make_score(model: "Model", thread: ThreadPoolExecutor) -> "Score":
+    """Return what scores prompts and finds likely tokens, in the sampler's thread: between its
+    chunks."""
+    import numpy as np
+
+    from jaxtrain.core.scorer import make_topk
+    from jaxtrain.data.packing.pack import lay_out
+    from jaxtrain.data.packing.tree import chain
+    from jaxtrain.environments.chat_request import MAX_TOP_LOGPROBS
+
+    def work(tokens: list[int], k: int) -> tuple[Any, Any]:
+        (values,) = model.logprobs([tokens])
+        values[0] = np.nan
+        if not k:
+            return values.tolist(), [()] * len(tokens)
+        role = model.snapshot.roles
+        # One program for every number.
+        score = make_topk(role.rebuild(role.trained), min(MAX_TOP_LOGPROBS, model.vocab_size))
+        (top,) = model.run_packed([lay_out(chain(np.asarray(tokens, np.int32), {}))], score, 1)
+        best = zip(top.ids[1:, :k].tolist(), top.logp[1:, :k].tolist(), strict=True)
+        return values.tolist(), [(), *(list(zip(*pair, strict=True)) for pair in best)]
+
+    async def score(tokens: Any, k: int) -> tuple[Any, Any]:
+        return await asyncio.get_running_loop().run_in_executor(thread, work, list(tokens), k)
+
+    return score
+
+
+async def follow(model: "Model", models: "list[ServedModel]", engines: "list[LocalEngine]") -> None:
+    """Replace the weights whenever a run has saved newer ones."""
+    from jaxtrain.generation.local.speculation import DraftedModel
+
+    while (Path(model.name) / "checkpoints").is_dir():
+        await asyncio.sleep(POLL_SECONDS)
+        try:
+            if not await asyncio.to_thread(model.refresh):
+                continue
+        # The run may remove an old checkpoint while it is read; its next one will do.
+        except (UserError, OSError) as error:
+            log(f"a newer checkpoint cannot be read: {error}")
+            continue
+        step, version = model.snapshot.step, describe_version(model)
+        snapshots = list(model.policies.values()) or [model.snapshot]
+        for served, engine, snapshot in zip(models, engines, snapshots, strict=True):
+            weights, old = split_layers(model, snapshot.model()), engine.sampler.model
+            if isinstance(old, DraftedModel):
+                weights = DraftedModel(weights, old.draft)
+            served.replace(partial(engine.use, weights, step), version)
+        log(f"{version}: served from the next request on")
+
+
+def split_layers(model: "Model", weights: Any) -> Any:
+    """Return a copy of a model whose layers lie apart: a chunk of one token would copy all of
+    stacked ones first."""
+    import jax
+
+    from jaxtrain.generation.local.slots import unstack
+    from jaxtrain.generation.local.speculation import DraftedModel
+
+    if isinstance(weights, DraftedModel):
+        return DraftedModel(split_layers(model, weights.target), weights.draft)
+    with jax.set_mesh(model.mesh):
+        return unstack(weights)
+
+
+def describe_version(model: "Model") -> str:
+    """Return the version of the weights, as answers name it."""
+    return f"step-{model.snapshot.step}"
+
+
+def log(text: str) -> None:
+    """Print a line beside the answers."""
+    print(text, file=sys.stderr, flush=True)

@@ -1,0 +1,1 @@
+"""Answers of `jaxtrain serve`: requests in OpenAI's form, by the local engine."""

@@ -1,0 +1,401 @@
+"""Answerer of `jaxtrain serve`: routes in OpenAI's form, answered by engines that sample here.
+
+    body ─> thread: fields, template, tokens ─> n draws of the engine ─> response, or events as
+                                                     │                   tokens come
+    new weights ─> wait until no answer is under way ┘
+
+Whoever hangs up cancels their draws, which frees their rows.
+"""
+
+import asyncio
+import itertools
+import sys
+import traceback
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any, Protocol
+
+from aiohttp import web
+
+import jaxtrain
+from jaxtrain.environments.endpoint_app import Route, read_json, stream
+from jaxtrain.environments.request_fields import RequestRefused, check_fields, refuse
+from jaxtrain.environments.text_stream import TextStream
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Completion, EpisodeFailed, Sampling
+from jaxtrain.generation.serving.open_request import (
+    DETOKENIZE,
+    TOKENIZE,
+    OpenRequest,
+    ServingFormat,
+)
+from jaxtrain.generation.serving.open_response import Likely, ResponseWriter, ScoredTokens
+from jaxtrain.text_safety import escape_control_chars, show
+
+PUBLIC = ("/health", "/ping", "/metrics")
+MAX_NOTED = 100
+"""Names of fields that are logged, each once."""
+
+
+class WatchedEngine(Protocol):
+    """An engine whose answers can be watched: `local.engine.LocalEngine`."""
+
+    def generate(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        index: int = 0,
+        watch: Callable[[Completion], None] | None = None,
+    ) -> Coroutine[Any, Any, Completion]:
+        """Continue a prompt."""
+        ...
+
+    def load(self) -> tuple[int, int]:
+        """Return the numbers of requests that are drawn, and that wait for a row."""
+        ...
+
+
+Score = Callable[[Sequence[int], int], Awaitable[tuple[Sequence[float], Sequence[Likely]]]]
+"""(tokens, K) -> the log-prob of each given those before it (the first: NaN), and the K most
+probable tokens of each place, at temperature 1."""
+
+
+class ServedModel:
+    """A model by its name in requests, and the version of its weights."""
+
+    def __init__(self, name: str, engine: WatchedEngine, version: str, score: Score | None = None):
+        self.name, self.engine, self.version, self.score = name, engine, version, score
+        self.running = 0
+        """Requests that are being answered."""
+        self._swap: tuple[Callable[[], None], str] | None = None
+        self._free = asyncio.Event()
+        self._free.set()
+
+    def replace(self, swap: Callable[[], None], version: str) -> None:
+        """Call `swap` as soon as no answer is under way; requests wait for that."""
+        self._swap = (swap, version)
+        self._free.clear()
+        self._settle()
+
+    @asynccontextmanager
+    async def answering(self) -> AsyncIterator[str]:
+        """Hold the weights for one request; yields their version."""
+        await self._free.wait()
+        self.running += 1
+        try:
+            yield self.version
+        finally:
+            self.running -= 1
+            self._settle()
+
+    def _settle(self) -> None:
+        if self._swap is not None and not self.running:
+            (swap, self.version), self._swap = self._swap, None
+            swap()
+            self._free.set()
+
+
+class Answerer:
+    """Routes over models of one tokenizer. Its methods run in one event loop."""
+
+    def __init__(
+        self,
+        form: ServingFormat,
+        models: Sequence[ServedModel],
+        *,
+        max_waiting: int = 1024,
+        log: Callable[[str], None] = print,
+    ):
+        """models: the first answers requests without a name. max_waiting: requests at once, beyond
+        which they are refused with 503. log: receives, once each, names of fields that change
+        nothing."""
+        self.form, self.log, self.max_waiting = form, log, max_waiting
+        self.models = {model.name: model for model in models}
+        self._numbers = itertools.count(1)
+        self._noted: set[str] = set()
+        self.totals = {"prompt_tokens": 0, "generation_tokens": 0, "request_success": 0}
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        health: Any = self._health
+        return [
+            *(Route("GET", path, health) for path in ("/health", "/ping")),
+            Route("GET", "/metrics", self._metrics),
+            Route("GET", "/version", self._version),
+            Route("GET", "/v1/models", self._list_models),
+            Route("GET", "/v1/models/{name}", self._show_model),
+            Route("GET", "/tokenizer_info", self._describe_tokenizer),
+            Route("POST", "/v1/chat/completions", self._chat),
+            Route("POST", "/v1/completions", self._complete),
+            Route("POST", "/tokenize", self._tokenize),
+            Route("POST", "/detokenize", self._detokenize),
+        ]
+
+    async def _health(self, request: web.Request) -> web.Response:
+        return web.Response()
+
+    async def _version(self, request: web.Request) -> web.Response:
+        return web.json_response({"version": jaxtrain.__version__})
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        loads = [model.engine.load() for model in self.models.values()]
+        running, waiting = (sum(numbers) for numbers in zip(*loads, strict=True))
+        lines = [f"vllm:num_requests_running {running}", f"vllm:num_requests_waiting {waiting}"]
+        lines += [f"vllm:{name}_total {count}" for name, count in self.totals.items()]
+        return web.Response(text="\n".join(lines) + "\n")
+
+    async def _list_models(self, request: web.Request) -> web.Response:
+        data = [self._describe(model) for model in self.models.values()]
+        return web.json_response({"object": "list", "data": data})
+
+    async def _show_model(self, request: web.Request) -> web.Response:
+        return web.json_response(self._describe(self._find(request.match_info["name"])))
+
+    def _describe(self, model: ServedModel) -> dict[str, Any]:
+        return {
+            "id": model.name,
+            "object": "model",
+            "created": 0,
+            "owned_by": "jaxtrain",
+            "root": model.name,
+            "parent": None,
+            "max_model_len": self.form.max_model_len,
+            "version": model.version,
+        }
+
+    async def _describe_tokenizer(self, request: web.Request) -> web.Response:
+        tokenizer = self.form.tokenizer
+        names = ("eos_token", "bos_token", "pad_token", "chat_template")
+        return web.json_response({name: getattr(tokenizer, name, None) for name in names})
+
+    async def _tokenize(self, request: web.Request) -> web.Response:
+        body = await read_json(request)
+        check_fields(body, TOKENIZE, self._note)
+        self._find(body.get("model"))
+        if (body.get("prompt") is None) == (body.get("messages") is None):
+            refuse("prompt or messages are needed, and not both")
+
+        def read() -> list[int]:
+            if body.get("messages") is not None:
+                return self.form.render(body, self._note)[0]
+            return self.form.read_prompts(body["prompt"], bool(body.get("add_special_tokens")))[0]
+
+        tokens = await asyncio.to_thread(read)
+        size = {"count": len(tokens), "max_model_len": self.form.max_model_len}
+        return web.json_response({**size, "tokens": tokens})
+
+    async def _detokenize(self, request: web.Request) -> web.Response:
+        body = await read_json(request)
+        check_fields(body, DETOKENIZE, self._note)
+        self._find(body.get("model"))
+        tokens = body.get("tokens")
+        if tokens is None or any(not 0 <= token < self.form.vocab_size for token in tokens):
+            refuse(f"tokens must be token ids, which are 0 to {self.form.vocab_size - 1}")
+        return web.json_response({"prompt": await asyncio.to_thread(self.form.decode, tokens)})
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, self.form.read_chat)
+
+    async def _complete(self, request: web.Request) -> web.StreamResponse:
+        return await self._answer(request, self.form.read_completion)
+
+    async def _answer(self, request: web.Request, read: Callable) -> web.StreamResponse:
+        body = await read_json(request)
+        model = self._find(body.get("model"))
+        if sum(each.running for each in self.models.values()) >= self.max_waiting:
+            raise RequestRefused(503, f"{self.max_waiting:,} requests are being answered")
+        # In a thread: a long text takes seconds, and others wait.
+        asked: OpenRequest = await asyncio.to_thread(read, body, self._note)
+        if (asked.logprobs or (asked.echo and asked.logprobs == 0)) and model.score is None:
+            refuse("logprobs of likely tokens and of prompts cannot be had from this model")
+        async with model.answering() as version:
+            number = f"{next(self._numbers)}"
+            writer = ResponseWriter(asked, number, model.name, version, self.form.decode)
+            answers = Answers(self.form, model, asked, writer, self.totals)
+            self.totals["prompt_tokens"] += sum(map(len, asked.prompts))
+            if asked.stream:
+                return await stream(request, answers.chunks())
+            response = await answers.response()
+            self.totals["request_success"] += 1
+            return web.json_response(response)
+
+    def _find(self, name: Any) -> ServedModel:
+        """Return the model of a request; RequestRefused."""
+        if name in (None, ""):
+            return next(iter(self.models.values()))
+        if not isinstance(name, str):
+            refuse("model must be a text")
+        if name not in self.models:
+            names = ", ".join(map(show, self.models))
+            raise RequestRefused(404, f"model {show(name, 60)} is not served; {names} is", "model")
+        return self.models[name]
+
+    def _note(self, name: str) -> None:
+        """Log, once, a field of requests that changes nothing; called from any thread."""
+        if name not in self._noted and len(self._noted) < MAX_NOTED:
+            self._noted.add(name)
+            self.log(f"note: field {escape_control_chars(name)} of a request changes nothing")
+
+
+class Answers:
+    """The answers to one request."""
+
+    def __init__(
+        self,
+        form: ServingFormat,
+        model: ServedModel,
+        asked: OpenRequest,
+        writer: ResponseWriter,
+        totals: dict[str, int],
+    ):
+        """totals: numbers of tokens, which are counted here."""
+        self.form, self.model, self.asked, self.writer = form, model, asked, writer
+        self.totals = totals
+        self.count = len(asked.prompts) * asked.n
+        self.streams = [self._open_stream() for _ in range(self.count)]
+
+    async def response(self) -> dict[str, Any]:
+        """Return the whole response; RequestRefused."""
+        tasks = [asyncio.ensure_future(self._draw(index)) for index in range(self.count)]
+        try:
+            completions = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+        choices = []
+        for index, completion in enumerate(completions):
+            text = self.streams[index]
+            _, calls = text.finish(completion.tokens, self.asked.tools)
+            scored = await self._score(index, completion)
+            shown = self._echo(index) + text.text
+            reason = completion.finish_reason
+            choices.append(self.writer.choice(index, shown, calls, scored, reason, text.stop))
+        return self.writer.response(choices, sum(len(c.tokens) for c in completions))
+
+    async def chunks(self) -> AsyncIterator[Mapping[str, Any]]:
+        """Yield the chunks of a stream as tokens come; RequestRefused."""
+        arrived: asyncio.Queue[tuple[int, ScoredTokens | None]] = asyncio.Queue()
+        seen = [0] * self.count
+
+        def watch(index: int) -> Callable[[Completion], None] | None:
+            if self.is_scored:
+                return None
+
+            def take(answer: Completion) -> None:
+                start, seen[index] = seen[index], len(answer.tokens)
+                if start < seen[index]:
+                    new = ScoredTokens(answer.tokens[start:], answer.logprobs[start:])
+                    arrived.put_nowait((index, new))
+
+            return take
+
+        tasks = [asyncio.ensure_future(self._draw(i, watch(i))) for i in range(self.count)]
+        for index, task in enumerate(tasks):
+            task.add_done_callback(lambda _, index=index: arrived.put_nowait((index, None)))
+        waiting, drawn, begun = self.count, 0, set()
+        try:
+            while waiting:
+                index, new = await arrived.get()
+                if index not in begun:
+                    if new is None and tasks[index].exception() is not None:
+                        tasks[index].result()
+                    begun.add(index)
+                    empty = ScoredTokens([], [])
+                    yield self.writer.chunk(
+                        [self.writer.delta(index, self._echo(index), empty, True)]
+                    )
+                text = self.streams[index]
+                if new is not None:
+                    ended = new.tokens[-1] in self.asked.ends
+                    shown = text.push(new.tokens[:-1] if ended else new.tokens)
+                    yield self.writer.chunk([self.writer.delta(index, shown, new, False)])
+                    continue
+                completion, waiting = tasks[index].result(), waiting - 1
+                drawn += len(completion.tokens)
+                rest, calls = text.finish(completion.tokens[seen[index] :], self.asked.tools)
+                new = completion.tokens[seen[index] :]
+                scored = ScoredTokens(new, completion.logprobs[seen[index] :])
+                if self.is_scored:
+                    scored = await self._score(index, completion)
+                if rest or scored.tokens:
+                    yield self.writer.chunk([self.writer.delta(index, rest, scored, False)])
+                reason = completion.finish_reason
+                yield self.writer.chunk([self.writer.last(index, calls, reason, text.stop)])
+            if self.asked.usage:
+                yield self.writer.chunk([], drawn)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    @property
+    def is_scored(self) -> bool:
+        """True if log-probs are asked for that drawing does not give: they are computed from the
+        whole answer."""
+        asked = self.asked
+        return asked.logprobs is not None and (asked.echo or asked.logprobs > 0)
+
+    def _open_stream(self) -> TextStream:
+        asked = self.asked
+        return TextStream(
+            self.form.decode,
+            ends=asked.ends,
+            stops=asked.sampling.stop,
+            family=self.form.family if asked.tools else "",
+            opened=asked.opened,
+        )
+
+    def _echo(self, index: int) -> str:
+        """Return the text of the prompt, if it is part of the answer."""
+        prompt = self.asked.prompts[index // self.asked.n]
+        return self.form.decode(prompt) if self.asked.echo else ""
+
+    async def _draw(
+        self, index: int, watch: Callable[[Completion], None] | None = None
+    ) -> Completion:
+        """Draw an answer; RequestRefused."""
+        asked = self.asked
+        if not asked.draws:
+            return Completion([], [], "length")
+        prompt, number = asked.prompts[index // asked.n], index % asked.n
+        try:
+            completion = await self.model.engine.generate(
+                prompt, asked.sampling, asked.ends, number, watch
+            )
+        except UserError as error:
+            # A regex or a schema that cannot be compiled.
+            refuse(f"response_format: {error}")
+        except EpisodeFailed as error:
+            raise RequestRefused(503, f"the answer came to nothing: {error}") from None
+        except Exception as error:
+            print(escape_control_chars(traceback.format_exc()), file=sys.stderr)
+            raise RequestRefused(500, f"the sampler failed: {type(error).__name__}") from None
+        self.totals["generation_tokens"] += len(completion.tokens)
+        return completion
+
+    async def _score(self, index: int, completion: Completion) -> ScoredTokens:
+        """Return the tokens of an answer, after those of its prompt if it is echoed, with log-probs
+        and likely tokens as they were asked for."""
+        asked, tokens = self.asked, completion.tokens
+        if not self.is_scored:
+            return ScoredTokens(tokens, completion.logprobs)
+        assert self.model.score is not None and asked.logprobs is not None, "asked before"
+        prompt = asked.prompts[index // asked.n]
+        values, likely = await self.model.score([*prompt, *tokens], asked.logprobs)
+        start, temperature = len(prompt), asked.sampling.temperature or 1.0
+        # Those of the answer are at its temperature: log-probs at 1 divided by it, but for a
+        # number that is the same for all tokens of a place.
+        scaled = [
+            [(token, (value - own) / temperature + at) for token, value in best]
+            for best, own, at in zip(
+                likely[start:], values[start:], completion.logprobs, strict=True
+            )
+        ]
+        if not asked.echo:
+            return ScoredTokens(tokens, completion.logprobs, scaled)
+        return ScoredTokens(
+            [*prompt, *tokens],
+            [*values[:start], *completion.logprobs],
+            [*likely[:start], *scaled] if asked.logprobs else [],
+        )
