@@ -2,9 +2,12 @@
 
 import math
 import zlib
+from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxtrain.adapters.lora import DoRA, LoRA, column_norms
@@ -14,7 +17,10 @@ from jaxtrain.adapters.storage import store_kernels
 from jaxtrain.errors import UserError
 from jaxtrain.layers.embed import Embed
 from jaxtrain.layers.linear import ExpertLinear, Linear
-from jaxtrain.models.parameters import Params, Shapes
+from jaxtrain.layers.router import Router
+from jaxtrain.models.parameters import Params, Rebuild, Shapes
+
+PARTS = ("a", "b", "magnitude")
 
 
 def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
@@ -24,7 +30,8 @@ def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
     """
     remaining = dict(adapter.slots)
     for path, node in list(nnx.iter_graph(model)):
-        slot = remaining.pop(".".join(map(str, path)), None) if isinstance(node, Linear) else None
+        has_slot = isinstance(node, Linear | Router)
+        slot = remaining.pop(".".join(map(str, path)), None) if has_slot else None
         if slot is not None:
             salt = zlib.crc32(".".join(map(str, path)).encode())
             node.adapter = make_adapter(node, slot, adapter.dtype, adapter.dropout, salt)
@@ -40,20 +47,20 @@ def attach(model: nnx.Module, adapter: Adapter) -> nnx.Module:
 
 
 def make_adapter(
-    linear: Linear, slot: LoRASpec, dtype: str, dropout: float = 0.0, salt: int = 0
+    linear: Linear | Router, slot: LoRASpec, dtype: str, dropout: float = 0.0, salt: int = 0
 ) -> LoRA:
-    """Build the shapes of an adapter for a Linear, which may be a stack of layers (and of
-    experts)."""
+    """Build the shapes of an adapter for a Linear or a router, which may be a stack of layers (and
+    of experts)."""
     *lead, num_in, num_out = linear.kernel.get_value().shape
-    if slot.dora and isinstance(linear, ExpertLinear):
+    if slot.dora and isinstance(linear, ExpertLinear | Router):
         raise UserError(
-            'adapter.kind "dora" has no form for the matrices of experts; set it to "lora", or'
-            ' leave them out of adapter.target ("attention")'
+            'adapter.kind "dora" has no form for routers and the matrices of experts; set it to'
+            ' "lora", or leave them out of adapter.target ("attention")'
         )
-    if dropout and isinstance(linear, ExpertLinear):
+    if dropout and isinstance(linear, ExpertLinear | Router):
         raise UserError(
-            f"adapter.dropout {dropout} has no form for the matrices of experts; set it to 0, or"
-            ' leave them out of adapter.target ("attention")'
+            f"adapter.dropout {dropout} has no form for routers and the matrices of experts; set"
+            ' it to 0, or leave them out of adapter.target ("attention")'
         )
 
     def shape(*sizes: int) -> jax.ShapeDtypeStruct:
@@ -66,13 +73,50 @@ def make_adapter(
     return LoRA(a, b, slot.scale, axes, dropout, salt)
 
 
+def cut_layers(
+    shapes: Shapes, rebuild: Rebuild, adapter: Adapter
+) -> tuple[dict[str, Any], Rebuild]:
+    """Return shapes of all parameters with those of the layers alone that have an adapter, and
+    `rebuild` of such parameters: the other layers of the stack get factors of zero, and a length
+    that DoRA takes for their own."""
+    parts = ((path, slot, part) for path, slot in adapter.slots.items() for part in PARTS)
+    layers = {
+        f"{path}.adapter.{part}": slot.layers
+        for path, slot, part in parts
+        if slot.layers is not None and f"{path}.adapter.{part}" in shapes
+    }
+    if not layers:
+        return dict(shapes), rebuild
+    full = {name: shapes[name] for name in layers}
+    cut = {
+        name: jax.ShapeDtypeStruct(
+            (len(layers[name]), *shape.shape[1:]), shape.dtype, sharding=shape.sharding
+        )
+        for name, shape in full.items()
+    }
+
+    def fill(name: str, value: Any) -> Any:
+        if isinstance(value, jax.ShapeDtypeStruct):
+            return full[name]
+        rows = np.full(full[name].shape[0], len(layers[name]))
+        rows[list(layers[name])] = np.arange(len(layers[name]))
+        empty = jnp.inf if name.endswith(".magnitude") else 0
+        padding = jnp.full((1, *value.shape[1:]), empty, value.dtype)
+        return jnp.concatenate([value, padding])[rows]
+
+    def rebuild_filled(values: Params) -> Any:
+        return rebuild({**values, **{name: fill(name, values[name]) for name in layers}})
+
+    return {**shapes, **cut}, rebuild_filled
+
+
 def without_adapters(model: nnx.Module) -> nnx.Module:
     """Return `model` without adapters: the reference policy of preference and RL methods.
 
     In place, so only for a model that was just rebuilt. Parameters trained in full stay trained.
     """
     for _, node in list(nnx.iter_graph(model)):
-        if isinstance(node, Linear | Embed):
+        if isinstance(node, Linear | Router | Embed):
             node.adapter = nnx.data(None)
     return model
 
@@ -96,7 +140,9 @@ def draw_trained(shapes: Shapes, base: Params, adapter: Adapter, seed: int) -> P
             for path, ids in adapter.rows.items()
         }
         return {
-            path: rows[path].astype(shape.dtype) if path in rows else _start(path, shape, key, base)
+            path: rows[path].astype(shape.dtype)
+            if path in rows
+            else _start(path, shape, key, base, adapter.slots)
             for path, shape in shapes.items()
         }
 
@@ -104,10 +150,17 @@ def draw_trained(shapes: Shapes, base: Params, adapter: Adapter, seed: int) -> P
     return jax.jit(draw, out_shardings=places)(jax.random.key(seed), needed)
 
 
-def _start(path: str, shape: jax.ShapeDtypeStruct, key: jax.Array, base: Params) -> jax.Array:
+def _start(
+    path: str,
+    shape: jax.ShapeDtypeStruct,
+    key: jax.Array,
+    base: Params,
+    slots: Mapping[str, LoRASpec],
+) -> jax.Array:
     owner, _, name = path.rpartition(".adapter.")
     if not owner:
         return base[path].astype(shape.dtype)
+    layers = slots[owner].layers
     if name == "b":
         return jnp.zeros(shape.shape, shape.dtype)
     if name == "a":
@@ -115,6 +168,7 @@ def _start(path: str, shape: jax.ShapeDtypeStruct, key: jax.Array, base: Params)
         bound = 1 / math.sqrt(shape.shape[-2])
         return jax.random.uniform(key, shape.shape, shape.dtype, -bound, bound)
     kernel = base[f"{owner}.kernel"]
+    kernel = kernel if layers is None else kernel[jnp.asarray(layers)]
     none_a = jnp.zeros((*kernel.shape[:-1], 1), shape.dtype)
     none_b = jnp.zeros((*kernel.shape[:-2], 1, kernel.shape[-1]), shape.dtype)
     return column_norms(kernel, none_a, none_b, 1.0).astype(shape.dtype)

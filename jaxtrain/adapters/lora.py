@@ -86,7 +86,9 @@ class DoRA(LoRA):
     def __call__(self, x: jax.Array, y: jax.Array, kernel: jax.Array) -> jax.Array:
         # The paper's section 4.3: the norm is a constant for the gradient, which saves memory.
         norm = jax.lax.stop_gradient(column_norms(kernel, self.a[...], self.b[...], self.scale))
-        ratio = self.magnitude[...].astype(norm.dtype) / norm
+        magnitude = self.magnitude[...].astype(norm.dtype)
+        # Infinite in layers of a stack that have no adapter.
+        ratio = jnp.where(jnp.isinf(magnitude), 1.0, magnitude / norm)
         if self.drops:
             plain = self.thinned(x) @ kernel.astype(y.dtype)
             corrected = super().__call__(x, plain, kernel)

@@ -16,7 +16,7 @@ import dataclasses
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -41,7 +41,7 @@ from jaxtrain.adapters.peft_folder import (
     PeftFolder,
     open_peft,
 )
-from jaxtrain.adapters.spec import Adapter, Linears, find_linears
+from jaxtrain.adapters.spec import ROUTER, Adapter, Linears, choose_layers, find_linears
 from jaxtrain.distributed.feed import to_host
 from jaxtrain.distributed.mesh import is_main_process, sync_processes
 from jaxtrain.errors import UserError
@@ -84,13 +84,18 @@ def adapter_entries(
     targets = targets_of(wrapped) if reading is None else find_targets(reading.targets, wrapped)
     for path, slot in adapter.slots.items():
         kernel, experts = base[f"{path}.kernel"], wrapped.get(path)
+        if slot.layers is not None:
+            assert isinstance(kernel, StackedOps), f"{path} is not stacked"
+            kernel = StackedOps(tuple(kernel.ops[layer] for layer in slot.layers))
         if experts is not None and experts.target in targets:
             selection = selections.get(path) or PairSelection(0, 1, slot.rank)
             start, ranks = selection.index * selection.rank, selection.count * selection.rank
             for part in ("a", "b"):
-                op = pair_op(experts, part, targets, start, ranks)
+                op = pair_op(experts, part, targets, start, ranks, slot.layers)
                 entries.append(ParameterEntry(f"{path}.adapter.{part}", op))
             continue
+        if path.endswith(".router") and ".block_sparse_moe." in innermost(kernel).name:
+            raise _without_form(innermost(kernel))  # transformers 5 calls it otherwise
         if ".experts." in path and not isinstance(getattr(kernel, "ops", [None])[0], StackedOps):
             raise _without_form(innermost(kernel))
         for name in SUFFIX if slot.dora else ("a", "b"):
@@ -132,7 +137,7 @@ def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, PairSelecti
             module = name.removesuffix(".weight").rpartition(".")[2]
             raise UserError(
                 f"adapter: {', '.join(paths)} belong to one matrix in PEFT, {module}; give them"
-                " the same rank and alpha"
+                " the same rank and alpha, in the same layers"
                 + (", and adapter.target all parts of it, as DoRA needs" if partial else "")
             )
     return {
@@ -140,6 +145,13 @@ def find_joint(config: DecoderConfig, adapter: Adapter) -> dict[str, PairSelecti
         for paths in groups.values()
         for index, path in enumerate(paths)
     }
+
+
+def is_parameter(module: str) -> bool:
+    """Return whether a router's module has its matrix as a bare parameter in transformers 5, which
+    PEFT adapts by target_parameters, and not in a Linear within it."""
+    *_, parent, leaf = module.split(".")
+    return leaf in ("gate", "router") and parent not in ("gate", "router")
 
 
 def wrapped_slots(config: DecoderConfig, adapter: Adapter) -> dict[str, WrappedExperts]:
@@ -157,12 +169,17 @@ def targets_of(wrapped: Mapping[str, WrappedExperts]) -> set[str]:
 
 
 def pair_op(
-    experts: WrappedExperts, part: str, targets: set[str], start: int, ranks: int
+    experts: WrappedExperts,
+    part: str,
+    targets: set[str],
+    start: int,
+    ranks: int,
+    layers: Sequence[int] | None = None,
 ) -> TensorOp:
-    """Return the op of one factor of a matrix of experts in the pairs of its layers; see
-    `PairSelection`."""
+    """Return the op of one factor of a matrix of experts in the pairs of its layers, or of some;
+    see `PairSelection`."""
     count, ops = experts.num_experts, []
-    for layer in range(len(experts.parameters)):
+    for layer in range(len(experts.parameters)) if layers is None else layers:
         name = f"{PREFIX}{experts.module(layer, targets)}.{SUFFIX[part]}"
         if part == "a":
             ops.append(ExpertsA(name, start, ranks, count))
@@ -215,8 +232,20 @@ def write_gathered(
     pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
     write_folder(folder, dict(sorted(plan.items())), pieces, 1 << 60, single=WEIGHTS)
     wrapped = wrapped_slots(config, adapter)
-    targets = {path: experts.target for path, experts in wrapped.items() if not experts.alone}
-    raw = describe_adapter(find_linears(config), join_slots(config, adapter), base_name, targets)
+    targets = {
+        path: [experts.target]
+        if (layers := adapter.slots[path].layers) is None
+        else [experts.parameters[layer] for layer in layers]
+        for path, experts in wrapped.items()
+        if not experts.alone
+    }
+    linears = find_linears(config)
+    for path, slot in adapter.slots.items():
+        if linears[path].preset == ROUTER and is_parameter(name := linears[path].modules[0]):
+            modules = [linears[path].modules[layer] for layer in slot.layers or ()]
+            modules = modules or [".".join(name.split(".")[-2:])]
+            targets[path] = [f"{module}.weight" for module in modules]
+    raw = describe_adapter(linears, join_slots(config, adapter), base_name, targets)
     if f"{PREFIX}lm_head.weight" in plan:
         raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
     if adapter.rows:
@@ -266,17 +295,18 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
             unmatched -= {*linear.modules}
         if not any(layer_slots):
             continue
-        if len(set(layer_slots)) > 1:
-            kinds = (
-                "has it in some layers only"
-                if None in layer_slots
-                else "has several ranks or alphas"
-            )
+        layers = len(linear.by_layer())
+        each = len(layer_slots) // layers
+        by_layer = [set(layer_slots[i * each : (i + 1) * each]) for i in range(layers)]
+        adapted = set().union(*by_layer) - {None}
+        if len(adapted) > 1 or any(len(slots_of) > 1 for slots_of in by_layer):
+            kinds = "several ranks or alphas" if len(adapted) > 1 else "it in some experts only"
             raise UserError(
-                f"adapter.path {str(folder)!r}: {short_name(linears, path)} {kinds}; layers are"
-                " stored stacked and must be alike. Merge it instead: jaxtrain merge"
+                f"adapter.path {str(folder)!r}: {short_name(linears, path)} has {kinds}; layers and"
+                " experts are stored stacked and must be alike. Merge it instead: jaxtrain merge"
             )
-        slots[path] = layer_slots[0]
+        present = choose_layers([None not in slots_of for slots_of in by_layer])
+        slots[path] = dataclasses.replace(adapted.pop(), layers=present)
     tables = {"model.embed_tokens.weight": "embed.embedding", "lm_head.weight": "lm_head.embedding"}
     if config.tie_word_embeddings:
         tables["lm_head.weight"] = "embed.embedding"
@@ -396,8 +426,9 @@ def _adapted(op: TensorOp, name: str, selection: PairSelection | None) -> Tensor
 
 def _without_form(op: Any) -> UserError:
     return UserError(
-        f"adapter.target chooses {op.name}, one tensor of several matrices in this folder; PEFT's"
-        ' form of such adapters is not known here. Leave it out, as adapter.target "attention" does'
+        f"adapter.target chooses {op.name}, one tensor of several matrices in this folder or a"
+        " router that transformers calls otherwise; PEFT's form of such adapters is not known here."
+        ' Leave it out, as adapter.target "attention" does'
     )
 
 

@@ -179,7 +179,7 @@ def describe_adapter(
     linears: Linears,
     adapter: Adapter,
     base_name: str | None,
-    parameters: Mapping[str, str] = MappingProxyType({}),
+    parameters: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Return the content of adapter_config.json; parameters: those of target_parameters by path."""
     slots = list(adapter.slots.values())
@@ -190,12 +190,23 @@ def describe_adapter(
     alone = [adapter.slots[path] for path in parameters if adapter.slots[path] not in of_modules]
     common = (alone if plain and alone else None) or slots
     common = collections.Counter(common).most_common(1)[0][0]
-    names = {path: shared_name(linears, adapter, path) for path in plain}
-    targets: list[str] | str = sorted(set(names.values()))
+    names: dict[str, Sequence[str]] = {}
+    for path in plain:
+        layers, every = adapter.slots[path].layers, linears[path].by_layer()
+        modules = [name for layer in layers or () for name in every[layer]]
+        names[path] = [shared_name(linears, adapter, path)] if layers is None else modules
+    targets: list[str] | str = sorted({name for path in plain for name in names[path]})
     names |= parameters
+    of_experts = sorted({name for listed in parameters.values() for name in listed})
     if any("\\" in name for name in targets):
-        targets = rf".*\.({'|'.join(targets)})"  # PEFT takes a list of names or one expression
-    modules = {
+        targets = rf"(.*\.)?({'|'.join(targets)})"  # PEFT takes a list of names or one expression
+
+    def list_values(key: str) -> dict[str, Any]:
+        values = {path: getattr(slot, key) for path, slot in adapter.slots.items()}
+        unlike = {path: v for path, v in values.items() if v != getattr(common, key)}
+        return {name: value for path, value in unlike.items() for name in names[path]}
+
+    tables = {
         "embed.embedding": "embed_tokens",
         "lm_head.embedding": "lm_head",
         "score.weight": "score",
@@ -210,17 +221,11 @@ def describe_adapter(
         "base_model_name_or_path": base_name,
         "r": common.rank,
         "lora_alpha": _plain(common.alpha),
-        "rank_pattern": _write_patterns(
-            {names[p]: s.rank for p, s in adapter.slots.items() if s.rank != common.rank},
-            parameters.values(),
-        ),
-        "alpha_pattern": _write_patterns(
-            {names[p]: s.alpha for p, s in adapter.slots.items() if s.alpha != common.alpha},
-            parameters.values(),
-        ),
+        "rank_pattern": _write_patterns(list_values("rank"), of_experts),
+        "alpha_pattern": _write_patterns(list_values("alpha"), of_experts),
         "target_modules": targets,
-        "target_parameters": sorted(set(parameters.values())) or None,
-        "modules_to_save": sorted({modules[path] for path in adapter.full}) or None,
+        "target_parameters": of_experts or None,
+        "modules_to_save": sorted({tables[path] for path in adapter.full}) or None,
         "use_rslora": common.rslora,
         "use_dora": common.dora,
         "lora_dropout": adapter.dropout,

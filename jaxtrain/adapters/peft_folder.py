@@ -56,7 +56,11 @@ class PeftFolder:
 
     @property
     def targets(self) -> list[str]:
-        """Names in target_parameters."""
+        """Names in target_parameters, without those of routers, whose pairs are a Linear's."""
+        return [name for name in self._parameters if not name.endswith(".weight")]
+
+    @property
+    def _parameters(self) -> list[str]:
         targets = self.config.get("target_parameters") or []
         return [targets] if isinstance(targets, str) else list(targets)
 
@@ -114,11 +118,20 @@ class PeftFolder:
 
     def _slots(self, ranks: Mapping[str, int]) -> dict[str, LoRASpec]:
         patterns = self.config.get("alpha_pattern") or {}
-        chosen = match_patterns(self.path / CONFIG, "alpha_pattern", [*patterns], [*ranks])
+        called = {
+            # Patterns are of parameters where these have the pairs.
+            name: f"{name}.weight"
+            if any(f".{name}.weight".endswith(f".{parameter}") for parameter in self._parameters)
+            else name
+            for name in ranks
+        }
+        chosen = match_patterns(
+            self.path / CONFIG, "alpha_pattern", [*patterns], [*called.values()]
+        )
         return {
             name: LoRASpec(
                 rank,
-                float(patterns[chosen[name]] if name in chosen else self.config["lora_alpha"]),
+                float(patterns.get(chosen.get(called[name]), self.config["lora_alpha"])),
                 bool(self.config.get("use_rslora")),
                 self.dora,
             )

@@ -3,6 +3,7 @@ trained."""
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -13,21 +14,31 @@ from flax import nnx
 from jaxtrain.adapters.nf4 import TensorPart
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Linear
+from jaxtrain.layers.router import Router
 from jaxtrain.models import build, families
 from jaxtrain.models.decoder_config import DecoderConfig
 
-ALL = "all-linear"
+ALL, ROUTER = "all-linear", "router"
+EXPRESSION = re.compile(r"[()|+^$\\{}]|^\.\*")
+"""What only regular expressions contain."""
 
 
 class AdaptableLinear(NamedTuple):
     """A Linear that may get an adapter."""
 
     preset: str | None
-    """Name of its group in the layer: attention, mlp, ..."""
+    """Name of its group in the layer: attention, mlp, ...; of a router ROUTER."""
     modules: tuple[str, ...]
     """Hugging Face modules that hold its weights."""
     shape: tuple[int, ...]
     """Shape of its kernel."""
+
+    def by_layer(self) -> list[tuple[str, ...]]:
+        """Return the modules of each layer; several for experts with tensors of their own."""
+        layers = self.shape[0] if len(self.shape) > 2 else 1
+        each = len(self.modules) // layers
+        assert each * layers == len(self.modules), f"{len(self.modules)} modules of {layers} layers"
+        return [self.modules[i * each : (i + 1) * each] for i in range(layers)]
 
 
 Linears = Mapping[str, AdaptableLinear]
@@ -42,6 +53,8 @@ class LoRASpec:
     alpha: float
     rslora: bool = False
     dora: bool = False
+    layers: tuple[int, ...] | None = None
+    """Places in the stack of the layers that have it; None: all."""
 
     @property
     def scale(self) -> float:
@@ -77,19 +90,20 @@ class Adapter:
 
 
 def find_linears(config: DecoderConfig) -> Linears:
-    """Return the Linears of an architecture by path."""
+    """Return the Linears and routers of an architecture by path."""
     entries = {entry.param: entry for entry in families.family(config).names(config)}
     nodes = dict(nnx.iter_graph(build.abstract(config)))
     linears = {}
     for path, node in nodes.items():
-        if isinstance(node, Linear):
+        if isinstance(node, Linear | Router):
             name = ".".join(map(str, path))
             shape = node.kernel.get_value().shape
             tensors = entries[f"{name}.kernel"].op.shapes(shape)
             around = (nodes[path[:end]] for end in reversed(range(len(path))))
             presets = (layer.preset for layer in around if hasattr(layer, "preset"))
             modules = tuple(tensor.removesuffix(".weight") for tensor in tensors)
-            linears[name] = AdaptableLinear(next(presets, None), modules, shape)
+            preset = ROUTER if isinstance(node, Router) else next(presets, None)
+            linears[name] = AdaptableLinear(preset, modules, shape)
     return dict(sorted(linears.items()))
 
 
@@ -100,12 +114,26 @@ def choose_slots(
     rank_pattern: Mapping[str, int],
     alpha_pattern: Mapping[str, float],
 ) -> dict[str, LoRASpec]:
-    """Return a slot for each Linear that a pattern of `target` names; the last of several matching
-    rank or alpha patterns wins. Raises UserError for a pattern that names nothing."""
-    chosen = {path: default for path in linears if match_any(linears, "target", target)[path]}
+    """Return a slot for each Linear that a pattern of `target` names in any layer; the last of
+    several matching rank or alpha patterns wins. Raises UserError for a pattern that names
+    nothing."""
+    chosen = {
+        path: dataclasses.replace(default, layers=choose_layers(hits))
+        for path, hits in match_any(linears, "target", target).items()
+        if any(hits)
+    }
     for key, pattern in [("rank", rank_pattern), ("alpha", alpha_pattern)]:
         for name, value in pattern.items():
-            hits = match_any(linears, f"{key}_pattern", [name])
+            hits = {}
+            for path, layers in match_any(linears, f"{key}_pattern", [name]).items():
+                adapted = chosen[path].layers if path in chosen else None
+                of_adapted = layers if adapted is None else [layers[layer] for layer in adapted]
+                if path in chosen and any(of_adapted) and not all(of_adapted):
+                    raise UserError(
+                        f"adapter.{key}_pattern {name!r} names some of the layers in which {path}"
+                        f" has an adapter; a matrix has one {key}: leave the layers out of it"
+                    )
+                hits[path] = all(of_adapted)
             if not any(hits[path] for path in chosen):
                 raise UserError(
                     f"adapter.{key}_pattern {name!r} names no Linear that adapter.target chose;"
@@ -116,35 +144,53 @@ def choose_slots(
     return chosen
 
 
-def match_any(linears: Linears, key: str, patterns: Sequence[str]) -> dict[str, bool]:
-    """{path: whether one of the patterns names that Linear}."""
-    hits = dict.fromkeys(linears, False)
+def choose_layers(hits: Sequence[object]) -> tuple[int, ...] | None:
+    """Return `LoRASpec.layers` of a flag for each layer."""
+    return None if all(hits) else tuple(layer for layer, hit in enumerate(hits) if hit)
+
+
+def match_any(linears: Linears, key: str, patterns: Sequence[str]) -> dict[str, list[bool]]:
+    """{path: whether one of the patterns names that Linear, for each layer}."""
+    hits = {path: [False] * len(linear.by_layer()) for path, linear in linears.items()}
     for pattern in patterns:
-        matched = [path for path in linears if _matches(path, linears[path], key, pattern)]
-        if not matched:
+        matched = {path: _match(path, linears[path], key, pattern) for path in linears}
+        if not any(map(any, matched.values())):
             listed = ", ".join(f"{path} ({_leaf(of.modules[0])})" for path, of in linears.items())
             presets = sorted({of.preset for of in linears.values() if of.preset})
             raise UserError(
                 f"adapter.{key} {pattern!r} names no Linear; presets:"
                 f" {', '.join([*presets, ALL])}; Linears of this model: {listed}"
             )
-        hits.update(dict.fromkeys(matched, True))
+        hits = {path: list(map(max, hits[path], new)) for path, new in matched.items()}
     return hits
 
 
-def _matches(path: str, linear: AdaptableLinear, key: str, pattern: str) -> bool:
-    if pattern in (ALL, linear.preset) or _fits(path, pattern):
-        return True
-    hits = [_fits(module, pattern) for module in linear.modules]
-    if any(hits) and not all(hits):
+def _match(path: str, linear: AdaptableLinear, key: str, pattern: str) -> list[bool]:
+    """Return whether a pattern names that Linear, for each layer."""
+    layers = linear.by_layer()
+    if linear.preset == ROUTER and not any(
+        name in pattern for name in (ROUTER, _leaf(linear.modules[0]))
+    ):
+        # Only what names routers reaches them: as in PEFT, neither all-linear nor "mlp.*" does.
+        return [False] * len(layers)
+    if pattern == linear.preset or (pattern == ALL and linear.preset != ROUTER):
+        return [True] * len(layers)
+    if _fits(path, pattern):
+        return [True] * len(layers)
+    hits = [[_fits(module, pattern) for module in modules] for modules in layers]
+    if partial := next((hit for hit in hits if any(hit) and not all(hit)), None):
         raise UserError(
-            f"adapter.{key} {pattern!r} names {sum(hits)} of the {len(hits)} layers of {path};"
-            " layers are stored stacked, so all of them get the adapter or none"
+            f"adapter.{key} {pattern!r} names {sum(partial)} of the {len(partial)} experts of"
+            f" {path}; the experts of a layer are stored stacked, so all get the adapter or none"
         )
-    return all(hits)
+    return [all(hit) for hit in hits]
 
 
 def _fits(name: str, pattern: str) -> bool:
+    """Return whether a pattern names a module: with * for any part; or, with characters of regular
+    expressions, one of the module, of its end after a dot, or of one that it belongs to."""
+    if EXPRESSION.search(pattern):
+        return re.fullmatch(rf"(.*\.)?({pattern})(\..*)?", name) is not None
     return fnmatchcase(name, pattern) or fnmatchcase(name, f"*.{pattern}")
 
 

@@ -45,12 +45,17 @@ def abstract_params(
     adapter = bundle.adapter
     # Tables that an adapter trains in full are masters and wider than the frozen base around them.
     full = {} if adapter is None else dict.fromkeys(adapter.full, adapter.dtype)
-    return {
+    placed_shapes = {
         path: jax.ShapeDtypeStruct(
             shape.shape, full.get(path, shape.dtype), sharding=shardings_by_path[path]
         )
         for path, shape in shapes.items()
-    }, rebuild
+    }
+    if adapter is None:
+        return placed_shapes, rebuild
+    from jaxtrain.adapters.attach import cut_layers
+
+    return cut_layers(placed_shapes, rebuild, adapter)
 
 
 def open_base(bundle: ModelBundle, seed: int) -> Params:

@@ -10,7 +10,7 @@ computed in at least float32: a rounding error here sends a token to another exp
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -156,7 +156,8 @@ class Router(nnx.Module):
     for the choice alone; in at least float32, as it moves by steps that a bfloat16 would swallow.
     expert_scale: a trained factor [E] on the gates. norm: what x goes through first, multiplied
     with input_scale. wide: x and the kernel are multiplied in at least float32 at the highest
-    precision, where other routers round the kernel to `dtype`; sums are float32 in either.
+    precision, where other routers round the kernel to `dtype`; sums are float32 in either. The slot
+    `adapter` is that of a Linear.
     """
 
     token_share = 1.0
@@ -190,6 +191,8 @@ class Router(nnx.Module):
         self.bias = vector(logit_bias, 0, init.param_dtype)
         self.choice_bias = vector(choice_bias, 0, floats)
         self.expert_scale = vector(expert_scale, 1, init.param_dtype)
+        # As Linear's: a module may take its place.
+        self.adapter: Any = nnx.data(None)
         self.norm, self.input_scale = norm, input_scale
         self.routing, self.wide = routing, wide
         self.dtype = jnp.dtype(init.dtype)
@@ -210,6 +213,8 @@ class Router(nnx.Module):
             # XLA for GPUs would cut float32 factors to 10 bits.
             precision=jax.lax.Precision.HIGHEST if self.wide else None,
         )
+        if self.adapter is not None:
+            logits = self.adapter(x.astype(floats), logits, None)
         if self.bias is not None:
             logits = logits + self.bias[...].astype(floats)
         return choose(

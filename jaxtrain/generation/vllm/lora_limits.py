@@ -10,7 +10,7 @@ Each refuses the other's format.
 from collections.abc import Iterable
 
 from jaxtrain.adapters.peft_experts import find_wrapped
-from jaxtrain.adapters.spec import Linears, find_linears
+from jaxtrain.adapters.spec import ROUTER, Linears, find_linears
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.distributed import gpus
@@ -74,6 +74,11 @@ def check_modules(architecture: str, linears: Linears, paths: Iterable[str]) -> 
     """Raise UserError for Linears on which vLLM's class supports no adapter, or only half of
     one."""
     for path in paths:
+        if linears[path].preset == ROUTER:
+            raise UserError(
+                f"rollout.vllm.sync lora: adapter.target reaches {path}, a router, of which vLLM"
+                f" takes no adapter; {INSTEAD}"
+            )
         if path.endswith(".attention.k") and f"{path[:-1]}v" not in linears:
             raise UserError(
                 f"rollout.vllm.sync lora: adapter.target reaches {path}, which makes the values,"
