@@ -306,7 +306,8 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
                 " experts are stored stacked and must be alike. Merge it instead: jaxtrain merge"
             )
         present = choose_layers([None not in slots_of for slots_of in by_layer])
-        slots[path] = dataclasses.replace(adapted.pop(), layers=present)
+        slot = next(slot for slot in layer_slots if slot is not None)
+        slots[path] = dataclasses.replace(slot, layers=present)
     tables = {"model.embed_tokens.weight": "embed.embedding", "lm_head.weight": "lm_head.embedding"}
     if config.tie_word_embeddings:
         tables["lm_head.weight"] = "embed.embedding"

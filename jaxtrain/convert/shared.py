@@ -153,25 +153,22 @@ def lora_targets(conversion: Conversion, value: Any) -> None:
         else:
             conversion.log("the expression's matrices of the text model, by their names")
         if names and not everywhere:
-            _train_layers(conversion, rf"(?:{value})\.lora_")
+            # Always an expression here, too: with * alone it would be a pattern of names.
+            conversion.set("adapter.target", [f"({value})"])
     elif value:
         conversion.set("adapter.target", value)
 
 
 def lora_layers(conversion: Conversion, value: Any) -> None:
-    """Train adapters of some layers, by number."""
-    numbers = "|".join(map(str, value if isinstance(value, list) else [value]))
-    if value not in (None, []):
-        _train_layers(conversion, rf"layers\.({numbers})\..*\.lora_")
+    """Refuse what numbers no layers; `finish_adapter` puts numbers into the targets."""
+    if value is not None and _layer_numbers(value) is None:
+        conversion.miss("adapter.target takes numbers of layers: layers.(3|7)")
 
 
-def _train_layers(conversion: Conversion, pattern: str) -> None:
-    """Train the adapters that the pattern finds, and the tables that train whole."""
-    tables = ["embed_tokens", "lm_head"]
-    saved = str(conversion.source.get("lora_modules_to_save") or "")
-    patterns = [pattern, *(name for name in tables if name in saved)]
-    conversion.set("optim.unfrozen_parameters", patterns)
-    conversion.log("adapters of the other layers stay at zero")
+def _layer_numbers(value: Any) -> list[int] | None:
+    """Return the layers of PEFT's layers_to_transform; None for anything else."""
+    numbers = value if isinstance(value, list) else [value]
+    return numbers if all(type(number) is int and number >= 0 for number in numbers) else None
 
 
 def match_linears(expression: str) -> tuple[list[str], bool]:
@@ -271,6 +268,12 @@ def finish_adapter(conversion: Conversion) -> None:
         for parameter in parameters if isinstance(parameters, list) else ():
             names += [name for name in expert_targets(parameter) if name not in names]
         conversion.set("adapter.target", names or None)
+    if numbers := _layer_numbers(conversion.source.get("peft_layers_to_transform")):
+        targets = conversion.get("adapter.target") or "all-linear"
+        layers = rf"layers\.({'|'.join(map(str, numbers))})\."
+        names = [targets] if isinstance(targets, str) else targets
+        ends = [".*" if name == "all-linear" else rf"(.*\.)?{name}" for name in names]
+        conversion.set("adapter.target", [layers + end for end in ends])
     if conversion.get("adapter") and not conversion.get("adapter.kind"):
         for key in conversion.remove("adapter"):
             conversion.drop("without an adapter it has no effect", f"adapter.{key}")

@@ -80,6 +80,8 @@ class StepReader:
             self.matmul_params = count_matmul_params(self.model, session.frozen)
         peak = peak_flops(device.device_kind, config.model.compute_dtype, config.log.peak_tflops)
         self.throughput = Throughput(session.bundle.mesh.size, peak)
+        self.is_nll = session.task.coef == {"nll": 1.0} and not config.model.find_balancing()
+        """Whether the loss is a mean over the weights of `nll` and nothing else."""
 
     def read(self, pending: PendingStep) -> dict[str, float]:
         """Wait for the step and return its values; raises NotFinite if it was not."""
@@ -103,6 +105,10 @@ class StepReader:
                 sum(np.count_nonzero(w) for w in pending.batch.weights.values())
             ),
         }
+        if self.is_nll and "nll" not in pending.batch.denoms:
+            # Apart, because what a mean is over differs between runs that are compared.
+            count = float(pending.batch.weights["nll"].sum(dtype=np.float64))
+            values |= {"loss/sum": values["loss"] * count, "loss/token_count": count}
         if pending.policy:
             values = {f"{pending.policy}/{name}": value for name, value in values.items()}
         return {**values, "tokens": float(tokens), **rates, "peak_memory_gib": peak_memory()}

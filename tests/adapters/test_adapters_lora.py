@@ -226,7 +226,6 @@ def test_ranks_by_pattern():
     ("target", "ranks", "words"),
     [
         (["qproj"], {}, "names no Linear"),
-        (["layers.0.self_attn.q_proj"], {}, "1 of the 2 layers"),
         (["mlp"], {"q_proj": 3}, "that adapter.target chose"),
     ],
     ids=str,

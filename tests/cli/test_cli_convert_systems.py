@@ -5,6 +5,7 @@ import tomllib
 
 import pytest
 
+from jaxtrain.adapters.spec import AdaptableLinear, match_any
 from jaxtrain.config.load import load_config, validate_config
 from jaxtrain.convert import SYSTEMS
 from jaxtrain.convert.shared import match_linears
@@ -163,13 +164,19 @@ def test_an_expression_of_matrices_becomes_their_names():
     some = r"model\.layers\.(3|7)\.self_attn\.q_proj"
     assert match_linears(some) == (["q_proj"], False) and match_linears("(") == ([], False)
     conversion = convert("axolotl", **BASE, adapter="lora", lora_target_modules=some)
-    assert conversion.get("adapter.target") == ["q_proj"] and not conversion.missed
-    assert conversion.get("optim.unfrozen_parameters") == [rf"(?:{some})\.lora_"]
+    assert conversion.get("adapter.target") == [f"({some})"] and not conversion.missed
     layers = {"lora_target_modules": ["q_proj"], "peft_layers_to_transform": [0, 7]}
-    layers["lora_modules_to_save"] = ["lm_head"]
     conversion = convert("axolotl", **BASE, adapter="lora", **layers)
-    patterns = [r"layers\.(0|7)\..*\.lora_", "lm_head"]
-    assert conversion.get("optim.unfrozen_parameters") == patterns and not conversion.missed
+    target = [r"layers\.(0|7)\.(.*\.)?q_proj"]
+    assert conversion.get("adapter.target") == target and not conversion.missed
+    names = ["model.layers.0.self_attn.q_proj", "model.layers.7.self_attn.q_proj"]
+    names += ["model.layers.17.self_attn.q_proj", "model.layers.7.self_attn.k_proj"]
+    linears = {"q": AdaptableLinear(None, tuple(names), (4, 8, 8))}
+    assert match_any(linears, "target", target) == {"q": [True, True, False, False]}
+    layers["peft_layers_to_transform"] = {"first": 3}
+    conversion = convert("axolotl", **BASE, adapter="lora", **layers)
+    assert conversion.get("adapter.target") == ["q_proj"]
+    assert [key for key, *_ in conversion.missed] == ["peft_layers_to_transform"]
 
 
 def test_axolotl_ebft():
