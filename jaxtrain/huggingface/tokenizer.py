@@ -6,6 +6,7 @@ of their tokenizer.json, such as another pre-tokenizer.
 """
 
 import json
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,9 @@ from jaxtrain.huggingface.patterns import check_patterns
 from jaxtrain.text_safety import escape_control_chars
 
 MAX_TOKENIZER_BYTES = 2**27
+TEKKEN = "tekken.json"
+NATIVE = {"mistral_format": False} if find_spec("mistral_common") else {}
+"""Keeps AutoTokenizer from mistral-common's own class, which is no fast tokenizer."""
 TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token")
 TYPES: dict[str, tuple[type, ...]] = {
     **dict.fromkeys(TOKENS, (str, dict)),
@@ -57,7 +61,12 @@ def open_tokenizer(source: str) -> Any:
 
     check_files(Path(source))
     try:
-        tokenizer = AutoTokenizer.from_pretrained(source, use_fast=True, trust_remote_code=False)
+        if is_tekken(Path(source)):
+            tokenizer = convert_tekken(Path(source))
+        else:
+            tokenizer = AutoTokenizer.from_pretrained(
+                source, use_fast=True, trust_remote_code=False, **NATIVE
+            )
         size = len(tokenizer) if tokenizer.is_fast else 0
     except (KeyboardInterrupt, SystemExit):
         raise
@@ -79,6 +88,26 @@ def open_tokenizer(source: str) -> Any:
     return tokenizer
 
 
+def is_tekken(folder: Path) -> bool:
+    """Return whether a folder has its tokenizer as mistral-common's tekken.json alone."""
+    return (folder / TEKKEN).is_file() and not (folder / "tokenizer.json").exists()
+
+
+def convert_tekken(folder: Path) -> Any:
+    """Return the fast tokenizer of a folder's tekken.json, with its chat_template.jinja if there is
+    one."""
+    from transformers import PreTrainedTokenizerFast
+    from transformers.integrations.mistral.tokenizer import MistralConverter
+
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+    backend = MistralConverter(str(folder / TEKKEN)).converted()
+    roles = {role: text for role, text in roles.items() if backend.token_to_id(text) is not None}
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, name_or_path=str(folder), **roles)
+    if (file := folder / "chat_template.jinja").exists():
+        tokenizer.chat_template = read_text(file)
+    return tokenizer
+
+
 def check_files(folder: Path) -> None:
     """Raise UserError if a file of a tokenizer's folder, or a key in one, has the wrong type."""
     if not folder.is_dir():
@@ -94,6 +123,14 @@ def check_files(folder: Path) -> None:
         check_names(read_object(folder / "config.json"), str(folder / "config.json"))
     if (file := folder / "tokenizer.json").exists():
         _check_tokenizer(file, read_object(file, MAX_TOKENIZER_BYTES))
+    if is_tekken(folder):
+        content = read_object(folder / TEKKEN, MAX_TOKENIZER_BYTES)
+        for key, kind in (("config", dict), ("vocab", list), ("special_tokens", list)):
+            if not isinstance(content.get(key), kind):
+                raise UserError(
+                    f"{folder / TEKKEN}: {key} is {describe(content.get(key))}; it must be"
+                    f" {_KINDS[kind]}"
+                )
     if (file := folder / "chat_template.jinja").exists():
         read_text(file)
 

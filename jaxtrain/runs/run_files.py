@@ -27,6 +27,7 @@ from jaxtrain.runs.manifest import write_atomically
 RECORD = "run.json"
 MODEL_FILES = (
     *("config.json", "adapter_config.json", "tokenizer.json", "tokenizer_config.json"),
+    "tekken.json",
     *("*.safetensors", "*.safetensors.index.json", "pytorch_model*.bin", "*.gguf"),
 )
 """Files that identify a folder with a model, an adapter or a tokenizer."""

@@ -85,10 +85,11 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     location = str(BUILTIN) if name_or_path == "builtin" else os.fspath(name_or_path)
     folder = Path(location)
     if folder.exists() and not (folder / "tokenizer_config.json").exists():
-        if not (folder / "tokenizer.json").exists():
+        if not any((folder / name).exists() for name in ("tokenizer.json", "tekken.json")):
             raise UserError(
                 f"no tokenizer in {location}: expected a folder with tokenizer.json and "
-                'tokenizer_config.json (key model.tokenizer; "builtin" is the one shipped here)'
+                'tokenizer_config.json, or tekken.json (key model.tokenizer; "builtin" is the one'
+                " shipped here)"
             )
     if not folder.exists() and (location.startswith((".", "/", "~")) or location.count("/") > 1):
         raise UserError(f"tokenizer folder {location} does not exist (key model.tokenizer)")
