@@ -100,12 +100,12 @@ def test_some_layers_in_the_scan_equal_all_layers_with_no_change_in_the_others(b
         # B of zero and DoRA's length of the plain matrix change nothing.
         part = start[path] if path.endswith((".b", ".magnitude")) else full[path]
         full[path] = part.at[jnp.asarray(rows)].set(value)
-    expected = our_logits(folder, full, rebuild_full, TOKENS)
-    actual = our_logits(folder, values, rebuild, TOKENS)
+    expected = our_logits(folder, full, rebuild_full)
+    actual = our_logits(folder, values, rebuild)
     np.testing.assert_allclose(actual, expected, atol=1e-5 * np.abs(expected).max())
     _, unrolled, _ = open_adapted(config, Adapter(slots), scan=False)
     np.testing.assert_allclose(
-        our_logits(folder, values, unrolled, TOKENS), expected, atol=1e-5 * np.abs(expected).max()
+        our_logits(folder, values, unrolled), expected, atol=1e-5 * np.abs(expected).max()
     )
 
     def loss(values, rebuild):
@@ -129,8 +129,8 @@ def test_an_adapter_of_some_layers_starts_as_the_identity(base):
     assert {path: value.shape for path, value in start.items()} == {
         path: value.shape for path, value in values.items()
     }
-    plain = our_logits(folder, {}, split_model(build.abstract(config))[1], TOKENS)
-    np.testing.assert_allclose(our_logits(folder, start, rebuild, TOKENS), plain, atol=1e-5)
+    plain = our_logits(folder, {}, split_model(build.abstract(config))[1])
+    np.testing.assert_allclose(our_logits(folder, start, rebuild), plain, atol=1e-5)
 
 
 def assert_peft_agrees(folder, base, ours, merged):
@@ -161,7 +161,7 @@ def test_peft_loads_adapters_of_some_layers_that_we_write(base, tmp_path):
     again = load_trained(shapes, config, read)
     for path, value in values.items():
         np.testing.assert_array_equal(again[path], value)
-    ours = our_logits(folder, values, rebuild, TOKENS)
+    ours = our_logits(folder, values, rebuild)
     model = assert_peft_agrees(tmp_path / "peft", folder, ours, tmp_path / "merged")
     adapted = {name for name, _ in model.named_parameters() if "lora_A" in name}
     assert len(adapted) == len(named) // 2
@@ -185,7 +185,7 @@ def test_we_read_what_peft_writes_for_some_layers(base, tmp_path, keys, layers):
     _, rebuild, shapes = open_adapted(config, adapter)
     values = load_trained(shapes, config, adapter)
     expected = run(model)
-    actual = our_logits(folder, values, rebuild, TOKENS)
+    actual = our_logits(folder, values, rebuild)
     np.testing.assert_allclose(actual, expected, atol=1e-4 * np.abs(expected).max())
 
 
@@ -215,7 +215,7 @@ def test_peft_loads_adapters_of_routers_that_we_write(name, target, tmp_path):
     for part in ("a", "b"):
         path = f"stack.block.mlp.router.adapter.{part}"
         np.testing.assert_array_equal(again[path], values[path])
-    ours = our_logits(tmp_path / "base", values, rebuild, TOKENS)
+    ours = our_logits(tmp_path / "base", values, rebuild)
     assert_peft_agrees(tmp_path / "peft", tmp_path / "base", ours, tmp_path / "merged")
 
 
