@@ -34,7 +34,8 @@ def show_ranking(
 ) -> None:
     """Print a table of the datasets, highest mean pair ratio of their `top` best trees first.
     UserError where rows become no trees."""
-    if not isinstance(getattr(recipe, "task", None), TreeTask) or recipe.task.mode != "tree":
+    task = getattr(recipe, "task", None)
+    if not isinstance(task, TreeTask) or task.mode != "tree":
         raise UserError('--rank compares trees; set task.kind and task.mode to "tree"')
     ranked = [(dataset, *measure_top(dataset, recipe, top)) for dataset in datasets]
     ranked.sort(key=lambda entry: -np.mean([size.pair_ratio for size in entry[2]] or [0.0]))
