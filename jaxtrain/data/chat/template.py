@@ -87,9 +87,8 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     if folder.exists() and not (folder / "tokenizer_config.json").exists():
         if not any((folder / name).exists() for name in ("tokenizer.json", "tekken.json")):
             raise UserError(
-                f"no tokenizer in {location}: expected a folder with tokenizer.json and "
-                'tokenizer_config.json, or tekken.json (key model.tokenizer; "builtin" is the one'
-                " shipped here)"
+                f"no tokenizer in {location}: expected tokenizer.json and tokenizer_config.json, or"
+                ' tekken.json (key model.tokenizer; "builtin" is the one shipped here)'
             )
     if not folder.exists() and (location.startswith((".", "/", "~")) or location.count("/") > 1):
         raise UserError(f"tokenizer folder {location} does not exist (key model.tokenizer)")
