@@ -53,6 +53,7 @@ VERBS = {
     "serve": Verb(
         "RUN|MODEL [--port N]", "answer over HTTP in OpenAI's form", "cli.serve:run_serve"
     ),
+    "chat": Verb("RUN|MODEL|URL", "a conversation in the terminal", "cli.chat:run_chat"),
     "speculate": Verb(
         "RUN|MODEL --draft FOLDER",
         "what a draft model is worth: tau, speed",
