@@ -136,7 +136,9 @@ def check_value(key: str, value: Any, hint: Any) -> None:
         fits, allowed = isinstance(value, str), "a text"
     elif get_origin(kind) is tuple:
         inner = get_args(kind)[0]
-        same = isinstance(value, list) and all(type(item) is inner for item in value)
+        same = isinstance(value, list) and all(
+            type(item) is inner or (inner is float and is_number(item)) for item in value
+        )
         fits = same and len(value) <= MAX_ENTRIES
         allowed = f"a list of at most {MAX_ENTRIES} {'texts' if inner is str else 'numbers'}"
     else:  # a family from outside checks its own

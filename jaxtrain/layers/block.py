@@ -20,7 +20,8 @@ class Block(nnx.Module):
     for the MLP: dense, a mixture of experts that returns its balance, or both.
 
     A norm that is None is omitted: most families have the two before, OLMo 2 (arXiv:2501.00656) the
-    two after, Gemma all four. residual_scale: factor on either branch before it is added.
+    two after, Gemma all four. parallel: the MLP reads x as the attention does, through the attention's
+    norm where it has none of its own (Cohere). residual_scale: factor on either branch before it is added.
     per_layer: adds the layer's slice of the stack's extra inputs. scalar: multiply the result by
     `layer_scalar` [1], a number that is loaded and saved, and has no gradient.
     """
@@ -34,6 +35,7 @@ class Block(nnx.Module):
         attention_out_norm: RMSNorm | None = None,
         mlp_norm: RMSNorm | None = None,
         mlp_out_norm: RMSNorm | None = None,
+        parallel: bool = False,
         residual_scale: float = 1.0,
         per_layer: PerLayerGate | None = None,
         scalar: bool = False,
@@ -44,6 +46,7 @@ class Block(nnx.Module):
         self.mlp_norm = mlp_norm
         self.mlp = mlp
         self.mlp_out_norm = mlp_out_norm
+        self.parallel = parallel
         self.residual_scale = residual_scale
         self.per_layer = per_layer
         # float32 whatever the other weights are: a rounded factor would scale the whole layer.
@@ -58,9 +61,14 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: State = None
     ) -> tuple[jax.Array, State, dict[str, jax.Array]]:
-        h_BTD, state = self.attention(_norm(self.attention_norm, x_BTD), inputs, state)
+        read_BTD, before_BTD = _norm(self.attention_norm, x_BTD), x_BTD
+        h_BTD, state = self.attention(read_BTD, inputs, state)
         x_BTD = x_BTD + self._scaled(_norm(self.attention_out_norm, h_BTD))
-        h_BTD, noted = feed_forward(self.mlp, _norm(self.mlp_norm, x_BTD), inputs)
+        if not self.parallel:
+            read_BTD = _norm(self.mlp_norm, x_BTD)
+        elif self.mlp_norm is not None:
+            read_BTD = self.mlp_norm(before_BTD)
+        h_BTD, noted = feed_forward(self.mlp, read_BTD, inputs)
         x_BTD = x_BTD + self._scaled(_norm(self.mlp_out_norm, h_BTD))
         return self._finish(x_BTD, inputs), state, noted
 

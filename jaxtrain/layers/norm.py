@@ -1,6 +1,8 @@
-"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+"""RMSNorm (Zhang and Sennrich 2019, arXiv:1910.07467) and LayerNorm (Ba et al. 2016,
+arXiv:1607.06450), in the variants of the families."""
 
 import functools
+from typing import ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +18,9 @@ class RMSNorm(nnx.Module):
 
     The normalized value is rounded to x's dtype before the scale is applied, as transformers does.
     """
+
+    parameters: ClassVar[tuple[str, ...]] = ("scale",)
+    """Names of the parameters."""
 
     def __init__(
         self,
@@ -52,11 +57,50 @@ class PreciseRMSNorm(RMSNorm):
 class UnitRMSNorm(RMSNorm):
     """x / sqrt(mean(x^2) + eps) alone: no weight (values in Gemma 4)."""
 
+    parameters = ()
+
     def __init__(self, num_features: int, *, eps: float, param_dtype: Dtype = jnp.float32):
         self.eps = eps
 
     def __call__(self, x: jax.Array) -> jax.Array:
         return normalize_alone(x, self.eps)
+
+
+class LayerNorm(RMSNorm):
+    """(x - mean(x)) / sqrt(var(x) + eps) * scale + bias, rounded to x's dtype at the end."""
+
+    parameters = ("scale", "bias")
+    offset: ClassVar[float] = 0.0
+    """Added to the scale."""
+
+    def __init__(self, num_features: int, *, eps: float, param_dtype: Dtype = jnp.float32):
+        self.eps = eps
+        values = {"scale": 1 - self.offset, "bias": 0.0}
+        for name in self.parameters:
+            array = jnp.full((num_features,), values[name], param_dtype)
+            setattr(self, name, nnx.Param(array, axes=("norm",)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        arrays = {name: getattr(self, name)[...] for name in self.parameters}
+        return normalize_centered(x, arrays.get("scale"), arrays.get("bias"), self.eps, self.offset)
+
+
+class ZeroCenteredLayerNorm(LayerNorm):
+    """LayerNorm with the scale 1 + scale (Nemotron)."""
+
+    offset = 1.0
+
+
+class ScaledLayerNorm(LayerNorm):
+    """LayerNorm without a bias (Cohere)."""
+
+    parameters = ("scale",)
+
+
+class UnitLayerNorm(LayerNorm):
+    """LayerNorm without weights (OLMo)."""
+
+    parameters = ()
 
 
 class GroupedRMSNorm(RMSNorm):
@@ -104,6 +148,18 @@ def normalize_precisely(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array
     """The formula of PreciseRMSNorm, on arrays."""
     unit = to_unit(x, eps)
     return (unit * scale.astype(unit.dtype)).astype(x.dtype)
+
+
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(3, 4))
+def normalize_centered(
+    x: jax.Array, scale: jax.Array | None, bias: jax.Array | None, eps: float, offset: float
+) -> jax.Array:
+    """The formula of LayerNorm, on arrays; None: no scale, no bias."""
+    wide = x.astype(jnp.promote_types(x.dtype, jnp.float32))
+    y = to_unit(wide - wide.mean(axis=-1, keepdims=True), eps)
+    if scale is not None:
+        y = y * (scale.astype(y.dtype) + offset)
+    return (y if bias is None else y + bias.astype(y.dtype)).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(3, 4))

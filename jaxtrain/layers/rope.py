@@ -84,7 +84,9 @@ def frequencies(
     if kind == "proportional":
         return _proportional(head_dim, share, rope), 1.0
     dims = int(head_dim * share)
-    if dims % 2 or not 0 < dims <= head_dim:
+    # transformers rotates whole pairs of an odd number of dims, with frequencies of that number.
+    odd = dims % 2 and kind != "default"
+    if odd or not 0 < dims <= head_dim:
         raise UserError(
             f"config.json: partial_rotary_factor={share} of head_dim={head_dim} gives {dims} dims"
             " to rotate; an even number from 2 to head_dim is needed"

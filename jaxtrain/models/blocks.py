@@ -12,7 +12,7 @@ from jaxtrain.layers.attention import Attention, AttentionOptions
 from jaxtrain.layers.block import Block
 from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mixer import Mixer
-from jaxtrain.layers.mlp import GatedMLP
+from jaxtrain.layers.mlp import MLP, GatedMLP
 from jaxtrain.layers.moe import MoE, MoEOptions
 from jaxtrain.layers.router import Router
 from jaxtrain.models.decoder import DecoderOptions
@@ -20,7 +20,7 @@ from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.experts import ExpertsConfig, GroupedExpertsConfig
 from jaxtrain.models.naming import PRE_NORMS
 
-MakeMLP = Callable[[DecoderConfig, LayerInit], GatedMLP | MoE]
+MakeMLP = Callable[[DecoderConfig, LayerInit], MLP | MoE]
 """(config, how parameters are created) -> the layer behind the attention."""
 
 
@@ -28,6 +28,12 @@ def dense_mlp(config: DecoderConfig, init: LayerInit, use_bias: bool = False) ->
     """Build a gated MLP of `intermediate_size`."""
     width, hidden, act = config.hidden_size, config.intermediate_size, config.hidden_act
     return GatedMLP(width, hidden, activation=act, use_bias=use_bias, init=init)
+
+
+def plain_mlp(config: DecoderConfig, init: LayerInit, use_bias: bool = False) -> MLP:
+    """Build an MLP of `intermediate_size` without a gate."""
+    width, hidden, act = config.hidden_size, config.intermediate_size, config.hidden_act
+    return MLP(width, hidden, activation=act, use_bias=use_bias, init=init)
 
 
 def experts_mlp(
@@ -74,6 +80,7 @@ def attention_block(
     make_mlp: MakeMLP = dense_mlp,
     attention: type[Attention] = Attention,
     norms: Collection[str] = PRE_NORMS,
+    parallel: bool = False,
     residual_scale: float = 1.0,
     **choices: Any,
 ) -> Block:
@@ -93,7 +100,15 @@ def attention_block(
         ),
         init=init,
     )
-    return block_of(config, init, mixer, make_mlp, norms=norms, residual_scale=residual_scale)
+    return block_of(
+        config,
+        init,
+        mixer,
+        make_mlp,
+        norms=norms,
+        parallel=parallel,
+        residual_scale=residual_scale,
+    )
 
 
 def block_of(
@@ -103,12 +118,14 @@ def block_of(
     make_mlp: MakeMLP = dense_mlp,
     *,
     norms: Collection[str] = PRE_NORMS,
+    parallel: bool = False,
     residual_scale: float = 1.0,
 ) -> Block:
     """Build a block of a token mixer and an MLP; norms: the block's norms by their names in
-    `Block`, such as the keys of PRE_NORMS, POST_NORMS or SANDWICH_NORMS of models.naming."""
+    `Block`, such as the keys of PRE_NORMS, POST_NORMS or SANDWICH_NORMS of models.naming; parallel:
+    of `Block`."""
     make = functools.partial(
         config.norm, config.hidden_size, eps=config.rms_norm_eps, param_dtype=init.param_dtype
     )
     mlp, norm_layers = make_mlp(config, init), {name: make() for name in norms}
-    return Block(mixer, mlp, residual_scale=residual_scale, **norm_layers)
+    return Block(mixer, mlp, parallel=parallel, residual_scale=residual_scale, **norm_layers)

@@ -48,7 +48,7 @@ class DecoderConfig:
     num_attention_heads: int
     num_key_value_heads: int
     head_dim: int | None = None
-    """None: hidden_size / num_attention_heads."""
+    """None: hidden_size / num_attention_heads, rounded down."""
     hidden_act: str
     max_position_embeddings: int
     initializer_range: float
@@ -106,11 +106,6 @@ class DecoderConfig:
             raise UserError(
                 f"config.json: num_attention_heads={heads} must be a multiple of "
                 f"num_key_value_heads={kv_heads}"
-            )
-        if self.head_dim is None and self.hidden_size % heads:
-            raise UserError(
-                f"config.json: hidden_size={self.hidden_size} must be a multiple of "
-                f"num_attention_heads={heads} where head_dim is not given"
             )
         if self.rope and self.head_size % 2:
             raise UserError(f"config.json: head_dim={self.head_size} must be even for rotation")

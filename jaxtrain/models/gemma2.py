@@ -50,13 +50,16 @@ class Config(DecoderConfig):
 
 
 class Model(Decoder):
+    norms: ClassVar[Mapping[str, str]] = SANDWICH_NORMS
+    """Of a block."""
+
     def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
         bias = config.attention_bias
         return attention_block(
             config,
             options,
             rngs,
-            norms=SANDWICH_NORMS,
+            norms=self.norms,
             qkv_bias=bias,
             out_bias=bias,
             scale=config.query_pre_attn_scalar**-0.5,

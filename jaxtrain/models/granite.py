@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from flax import nnx
 
@@ -43,9 +43,13 @@ class GraniteConfig(DecoderConfig):
 
 
 def granite_block(
-    config: GraniteConfig, options: DecoderOptions, rngs: nnx.Rngs, make_mlp: MakeMLP
+    config: GraniteConfig,
+    options: DecoderOptions,
+    rngs: nnx.Rngs,
+    make_mlp: MakeMLP,
+    **choices: Any,
 ) -> Block:
-    """Attention and what stands behind it."""
+    """Attention and what stands behind it; choices: further ones of `attention_block`."""
     return attention_block(
         config,
         options,
@@ -55,6 +59,7 @@ def granite_block(
         scale=config.attention_multiplier,
         residual_scale=config.residual_multiplier,
         make_mlp=make_mlp,
+        **choices,
     )
 
 

@@ -31,18 +31,26 @@ SANDWICH_NORMS = {
 CHOICE_BIAS = "gate.e_score_correction_bias"
 """What most families call the bias of a router's choice."""
 EXPERT_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+PLAIN_PARTS = {"up": "up_proj", "down": "down_proj"}
+"""The matrices of an MLP: with a gate, and without one."""
+NORM_TENSORS = {"scale": "weight", "bias": "bias"}
+"""What the parameters of a norm are called there."""
 
 
 def decoder_names(
-    config: DecoderConfig, *, mlp_bias: bool = False, **choices: Any
+    config: DecoderConfig,
+    *,
+    mlp_bias: bool = False,
+    mlp_parts: Mapping[str, str] = EXPERT_PARTS,
+    **choices: Any,
 ) -> list[ParameterEntry]:
-    """Entries of every parameter of a `Decoder` with a dense `Block`; choices: what
-    `attention_names` takes."""
+    """Entries of every parameter of a `Decoder` with a dense `Block`; mlp_parts: what the matrices
+    of the MLP are called; choices: what `attention_names` takes."""
     layers = range(config.num_hidden_layers)
     return [
         *outer_names(config),
-        *attention_names("block", layers, **choices),
-        *mlp_names("block", layers, bias=mlp_bias),
+        *attention_names("block", layers, norm_parts=config.norm.parameters, **choices),
+        *mlp_names("block", layers, bias=mlp_bias, parts=mlp_parts),
     ]
 
 
@@ -51,7 +59,10 @@ def outer_names(config: DecoderConfig, norm: str = "norm") -> list[ParameterEntr
     that scores."""
     entries = [
         ParameterEntry("embed.embedding", TensorRef("model.embed_tokens.weight")),
-        ParameterEntry("norm.scale", TensorRef(f"model.{norm}.weight")),
+        *(
+            ParameterEntry(f"norm.{part}", TensorRef(f"model.{norm}.{NORM_TENSORS[part]}"))
+            for part in config.norm.parameters
+        ),
     ]
     entries += [ParameterEntry(path, TensorRef(path)) for path in score_paths(config)]
     if config.score is None and not config.tie_word_embeddings:
@@ -98,12 +109,13 @@ def attention_names(
     gate: str | None = None,
     out: str = "o_proj",
     norms: Mapping[str, str] = PRE_NORMS,
+    norm_parts: Sequence[str] = ("scale",),
 ) -> list[ParameterEntry]:
     """Attention and the block's norms of the layers that are stored as `stack.<kind>`; root: what
     stands before "layers.<n>" in their names; norms, qk_norms, out, gate (of the heads' output):
-    what theirs are called."""
+    what theirs are called; norm_parts: the parameters of a norm of the block."""
     entries = [
-        *norm_names(kind, layers, norms, root),
+        *norm_names(kind, layers, norms, root, norm_parts),
         *_linear(kind, layers, root, "attention.q", "self_attn.q_proj", qkv_bias),
         *_linear(kind, layers, root, "attention.k", "self_attn.k_proj", qkv_bias),
         *_linear(kind, layers, root, "attention.v", "self_attn.v_proj", qkv_bias),
@@ -119,12 +131,17 @@ def attention_names(
 
 
 def norm_names(
-    kind: str, layers: Sequence[int], norms: Mapping[str, str] = PRE_NORMS, root: str = "model."
+    kind: str,
+    layers: Sequence[int],
+    norms: Mapping[str, str] = PRE_NORMS,
+    root: str = "model.",
+    parts: Sequence[str] = ("scale",),
 ) -> list[ParameterEntry]:
     """The norms of a `Block`, by what they are called here."""
     return [
-        _layers(kind, layers, root, f"{path}.scale", f"{tensor}.weight")
+        _layers(kind, layers, root, f"{path}.{part}", f"{tensor}.{NORM_TENSORS[part]}")
         for path, tensor in norms.items()
+        for part in parts
     ]
 
 

@@ -50,8 +50,8 @@ def test_published_qwen3_config_counts_its_published_parameters():
 LEFT_OUT = {
     "DeepseekV2ForCausalLM": {"num_experts_per_tok": 6},
     "Dots1ForCausalLM": {"n_routed_experts": 8, "num_experts_per_tok": 2},
-    "Glm4MoeForCausalLM": {"head_dim": 128},
     "Lfm2MoeForCausalLM": {"layer_types": ["conv", "full_attention"] * 16},
+    "NemotronForCausalLM": {"num_key_value_heads": 8},
     "Mistral3ForConditionalGeneration": {
         "text_config": {"model_type": "mistral"},
         "tie_word_embeddings": False,

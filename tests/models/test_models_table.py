@@ -32,4 +32,4 @@ def test_vllm_has_these_classes():
     out = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout
     (line,) = [line for line in out.splitlines() if line.startswith("found ")]
     served = set(json.loads(line.removeprefix("found ")))
-    assert set(ARCHITECTURES) - served == table.NOT_IN_VLLM
+    assert set(ARCHITECTURES) - served - table.UNASKED == table.NOT_IN_VLLM

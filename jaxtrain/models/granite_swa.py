@@ -1,0 +1,64 @@
+"""Granite with sliding windows (IBM 2026): Granite 3 with a window in three of four layers, sinks,
+and a rotation base for each layer."""
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+import numpy as np
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.rope import frequencies
+from jaxtrain.models import granite
+from jaxtrain.models.blocks import dense_mlp
+from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.naming import layer_entry
+from jaxtrain.models.windows import windowed_layers
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(granite.Config):
+    architecture: ClassVar[str] = "GraniteSWAForCausalLM"
+    model_type: ClassVar[str] = "granite_swa"
+
+    sliding_window: int | None = None
+    layer_types: tuple[str, ...]
+    layer_rope_theta: tuple[float, ...]
+    """Base of each layer's rotation; 0: the layer rotates nothing."""
+
+    def check(self) -> None:
+        if len(self.layer_rope_theta) != self.num_hidden_layers:
+            raise UserError(
+                f"config.json: layer_rope_theta has {len(self.layer_rope_theta)} entries for"
+                f" num_hidden_layers={self.num_hidden_layers}"
+            )
+        super().check()
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        specs = windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)
+        return tuple(
+            dataclasses.replace(spec, rope=str(theta) if theta else "none")
+            for spec, theta in zip(specs, self.layer_rope_theta, strict=True)
+        )
+
+    def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
+        return {
+            str(theta): frequencies(self.head_size, {**dict(self.rope), "rope_theta": theta})
+            for theta in sorted({*self.layer_rope_theta} - {0})
+        }
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
+        make_mlp = functools.partial(dense_mlp, use_bias=config.mlp_bias)
+        return granite.granite_block(config, options, rngs, make_mlp, sinks=True)
+
+
+def names(config: Config) -> list[ParameterEntry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    layers = range(config.num_hidden_layers)
+    sinks = layer_entry("block", layers, "attention.sinks", "self_attn.sinks")
+    return [*granite.names(config), sinks]

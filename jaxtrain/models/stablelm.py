@@ -1,0 +1,51 @@
+"""StableLM 2 (Bellagente et al. 2024, arXiv:2402.17834): LayerNorm, a quarter of each head rotated,
+and where the config says so, attention and MLP side by side."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+from flax import nnx
+
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.layers.norm import LayerNorm, RMSNorm
+from jaxtrain.models.blocks import attention_block
+from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.naming import PRE_NORMS, decoder_names
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    architecture: ClassVar[str] = "StableLmForCausalLM"
+    model_type: ClassVar[str] = "stablelm"
+    renamed: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "layer_norm_eps"}
+    rope_keys: ClassVar[tuple[str, ...]] = ("partial_rotary_factor",)
+    norm: ClassVar[type[RMSNorm]] = LayerNorm
+
+    use_qkv_bias: bool = False
+    use_parallel_residual: bool = False
+    """Attention and MLP read one norm, and their sum is added."""
+
+    @property
+    def block_norms(self) -> dict[str, str]:
+        """The norms of a block and what they are called there."""
+        parallel = self.use_parallel_residual
+        return {"attention_norm": PRE_NORMS["attention_norm"]} if parallel else PRE_NORMS
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
+        return attention_block(
+            config,
+            options,
+            rngs,
+            norms=config.block_norms,
+            parallel=config.use_parallel_residual,
+            qkv_bias=config.use_qkv_bias,
+        )
+
+
+def names(config: Config) -> list[ParameterEntry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    return decoder_names(config, qkv_bias=config.use_qkv_bias, norms=config.block_norms)
