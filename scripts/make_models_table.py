@@ -35,7 +35,7 @@ CLOSE = {"float32": 1e-2, "bfloat16": 0.5}
 """What rounding makes of log-probs there; another weight or position gives more."""
 UNASKED = {
     *("ArceeForCausalLM", "Cohere2ForCausalLM", "CohereForCausalLM", "CwmForCausalLM"),
-    *("FlexOlmoForCausalLM", "GemmaForCausalLM", "GlmForCausalLM", "GraniteSWAForCausalLM"),
+    *("GemmaForCausalLM", "GlmForCausalLM", "GraniteSWAForCausalLM"),
     *("HeliumForCausalLM", "HyperCLOVAXForCausalLM", "Jais2ForCausalLM", "MinistralForCausalLM"),
     *("NemotronForCausalLM", "OlmoForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"),
     "VaultGemmaForCausalLM",
@@ -152,7 +152,7 @@ def make_table() -> str:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--check", action="store_true", help="change nothing; 1 where it is old")
     check = parser.parse_args().check
     text = PAGE.read_text()

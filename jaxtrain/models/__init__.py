@@ -19,7 +19,6 @@ ARCHITECTURES = {
     "Ernie4_5ForCausalLM": "jaxtrain.models.ernie4_5",
     "Ernie4_5_MoeForCausalLM": "jaxtrain.models.ernie4_5_moe",
     "Exaone4ForCausalLM": "jaxtrain.models.exaone4",
-    "FlexOlmoForCausalLM": "jaxtrain.models.flex_olmo",
     "Gemma2ForCausalLM": "jaxtrain.models.gemma2",
     "Gemma3ForCausalLM": "jaxtrain.models.gemma3",
     "Gemma3ForConditionalGeneration": "jaxtrain.models.gemma3",

@@ -43,12 +43,6 @@ FAMILIES = {
         "max_window_layers": 3,
     },
     "olmoe": {"model_type": "olmoe", **EXPERTS, "clip_qkv": 0.9, "attention_bias": True},
-    "flex_olmo": {
-        "model_type": "flex_olmo",
-        **EXPERTS,
-        "attention_bias": True,
-        "pad_token_id": 0,
-    },
     "glm4_moe": {
         "model_type": "glm4_moe",
         **GROUPED,
