@@ -20,8 +20,9 @@ class Block(nnx.Module):
     for the MLP: dense, a mixture of experts that returns its balance, or both.
 
     A norm that is None is omitted: most families have the two before, OLMo 2 (arXiv:2501.00656) the
-    two after, Gemma all four. parallel: the MLP reads x as the attention does, through the attention's
-    norm where it has none of its own (Cohere). residual_scale: factor on either branch before it is added.
+    two after, Gemma all four. parallel: the MLP reads x as the attention does, through the
+    attention's norm where it has none of its own (Cohere). residual_scale: factor on either branch
+    before it is added.
     per_layer: adds the layer's slice of the stack's extra inputs. scalar: multiply the result by
     `layer_scalar` [1], a number that is loaded and saved, and has no gradient.
     """

@@ -1,5 +1,5 @@
-"""Command R (Cohere 2024): attention and MLP side by side behind one LayerNorm without a bias, pairs
-of adjacent dims rotated, scaled logits."""
+"""Command R (Cohere 2024): attention and MLP side by side behind one LayerNorm without a bias,
+pairs of adjacent dims rotated, scaled logits."""
 
 import dataclasses
 from collections.abc import Mapping

@@ -1,5 +1,5 @@
-"""Command R7B and Command A (Cohere 2024, arXiv:2504.00698): Command R with a sliding window in three
-of four layers; the others rotate nothing."""
+"""Command R7B and Command A (Cohere 2024, arXiv:2504.00698): Command R with a sliding window in
+three of four layers; the others rotate nothing."""
 
 import dataclasses
 from collections.abc import Mapping
