@@ -1,0 +1,171 @@
+"""Every verb on a two-step run of configs that come with jaxtrain, made tiny.
+
+    python -m tests.cli.verb_table [CONFIG ...]      all of them without a name
+
+A cell is "ok", the reason of a refusal, or WRONG with what a traceback ends in. The whole table is
+hours on a few cores; tests/cli/test_cli_verbs_of_configs.py has a few rows of it.
+"""
+
+import contextlib
+import io
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxtrain.config import load_config
+from jaxtrain.config.bundled import list_recipes
+from jaxtrain.main import main
+
+ROOT = Path(__file__).parents[2]
+SIZES = {
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 16,
+    "max_position_embeddings": 2048,
+}
+CALCULATOR = '{{path="builtin:{}",split="{}",options={{num_rows={},follow_up=0.0}}}}'
+PAIRS = ("preference", "reward_model")
+
+
+class World(NamedTuple):
+    """What configs start from."""
+
+    folder: Path
+
+    @property
+    def base(self) -> Path:
+        """A language model."""
+        return self.folder / "base/model"
+
+    @property
+    def draft(self) -> Path:
+        """A DFlash draft of it."""
+        return self.folder / "draft/model"
+
+
+def call(*words: object) -> str:
+    """Run a command line; return "ok", "refused: REASON" or "WRONG: ERROR"."""
+    shown = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
+            code = main([str(word) for word in words])
+    except SystemExit as end:
+        code = int(end.code or 0)
+    except Exception as error:  # what would be a traceback
+        return f"WRONG: {type(error).__name__}: {error}"[:300]
+    if code == 0:
+        return "ok"
+    lines = [line for line in shown.getvalue().splitlines() if line.startswith(("error", "stop"))]
+    return f"refused: {lines[-1]}" if lines else f"WRONG: code {code} without a reason"
+
+
+def make_world(folder: Path) -> World:
+    """Train the models that configs start from."""
+    world = World(folder)
+    for name, place in (("quickstart", world.base), ("dflash_quickstart", world.draft)):
+        done = call("--config", name, f"run.output_dir={place.parent}", *shrink(name, world))
+        assert done == "ok", f"{name}: {done}"
+    return world
+
+
+def shrink(name: str, world: World) -> list[str]:
+    """Return the overrides that make a config tiny and let it find all that it reads."""
+    config = load_config(list_recipes()[name])
+    kind, task = config.task.kind, config.task
+    words = ["run.max_steps=2", "checkpoint.every=1", "checkpoint.keep=3", "parallel=null"]
+    words += ["data.num_workers=0", "data.global_batch_size=null", "data.micro_batch_size=1"]
+    words += ["optim.gradient_accumulation_steps=1", "sampling.max_new_tokens=4"]
+    words += ["model.param_dtype=float32", "model.compute_dtype=float32", "eval.max_batches=1"]
+    words += ["data.sequence_len=512", "log.hardware_seconds=0", "run.compile_cache=false"]
+    words += ["checkpoint.best_metric=null", "eval.patience=null", "log.profile_start=null"]
+    if config.model.path:
+        words += [f"model.path={world.base}", "model.tokenizer=null", "model.chat_template=null"]
+    else:
+        words += [f"model.architecture.{key}={value}" for key, value in SIZES.items()]
+    builtin = all(d.path.startswith("builtin:") for d in config.data.datasets)
+    pairs = "calculator_pairs" if kind in PAIRS else "calculator"
+    if builtin:
+        words += [f"data.datasets.0.options.num_rows={24}"]
+    else:
+        words += [f"data.datasets=[{CALCULATOR.format(pairs, 'train', 24)}]"]
+    if config.data.eval_datasets:
+        words += [f"data.eval_datasets=[{CALCULATOR.format(pairs, 'test', 4)}]"]
+    words += ["data.validation_split=null"]
+    if config.eval.sets:
+        words += ['eval.sets=[{path="builtin:calculator",max_rows=2,options={num_rows=2}}]']
+    if kind in ("rl", "ebft", "distillation"):
+        words += ["rollout.engine=local", "rollout.prompts_per_step=2", "rollout.max_batch=8"]
+        words += [f"rollout.group_size={1 if kind == 'distillation' else 2}"]
+        words += ["rollout.devices=null"]
+    if config.rollout.draft:
+        words += [f"rollout.draft={world.draft}"]
+    if getattr(getattr(task, "teacher", None), "path", None):
+        words += [f"task.teacher.path={world.base}"]
+    if hasattr(task, "units_per_step"):
+        words += ["task.units_per_step=2"]
+    if kind in ("dflash", "eagle3"):
+        words += ["task.draft.target_layers=[0]", "task.draft.path=null"]
+        words += ["task.draft.num_layers=1"] * (kind == "dflash")
+        words += ["task.draft.mask_token_id=500"] * (kind == "dflash")
+    return words
+
+
+def list_cells(name: str, world: World, run: Path) -> dict[str, list[object]]:
+    """Return the command line of each verb on a trained run; in this order."""
+    small = ["sampling.max_new_tokens=4"]
+    rows = world.folder / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}) + "\n")
+    sweep = world.folder / "sweep.toml"
+    overrides = ", ".join(map(json.dumps, shrink(name, world)))
+    sweep.write_text(
+        f'[sweep]\nconfig = "{name}"\noutput_dir = "{run}-sweep"\noverrides = [{overrides}]\n'
+        '[grid]\n"run.seed" = [1]\n'
+    )
+    out = run.with_name(f"{run.name}-out")
+    train = ["--config", name, f"run.output_dir={run}", *shrink(name, world)]
+    return {
+        "generate": ["generate", run, "--prompt", "1 + 1?", *small],
+        "generate --env": ["generate", run, "--env", "--prompt", "1 + 1?", *small],
+        "eval": ["eval", run],
+        "export": ["export", run],
+        "export --step": ["export", run, "--step", 1, "--output", out / "step"],
+        "merge": ["merge", run],
+        "quantize": ["quantize", run, "--scheme", "int8"],
+        "score": ["score", run, rows, "--output", out / "scores.jsonl"],
+        "speculate": [
+            *("speculate", run, "--draft", world.draft, "--input", "builtin:calculator"),
+            *("--most", 1, *small),
+        ],
+        "plot": ["plot", run],
+        "report": ["report", run],
+        "watch --once": ["watch", run, "--once"],
+        "resume": train,
+        "resume with more steps": [*train, "run.max_steps=4"],
+        "overwrite": [*train, "run.overwrite=true"],
+        "sweep": ["sweep", sweep, "--print"],
+    }
+
+
+def fill_row(name: str, world: World) -> dict[str, str]:
+    """Train a config and run every verb on it; return {verb: what came of it}."""
+    run = world.folder / name.replace("/", "_")
+    row = {"train": call("--config", name, f"run.output_dir={run}", *shrink(name, world))}
+    if row["train"] == "ok":
+        for verb, words in list_cells(name, world, run).items():
+            row[verb] = call(*words)
+    return row
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    with tempfile.TemporaryDirectory() as temporary:
+        made = make_world(Path(temporary))
+        for recipe in sys.argv[1:] or list_recipes():
+            for column, cell in fill_row(recipe, made).items():
+                print(f"{recipe:<36} {column:<24} {cell}", flush=True)
