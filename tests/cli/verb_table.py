@@ -1,9 +1,11 @@
 """Every verb on a two-step run of configs that come with jaxtrain, made tiny.
 
-    python -m tests.cli.verb_table [CONFIG ...]      all of them without a name
+    python -m tests.cli.verb_table FOLDER [CONFIG ...]      all of them without a name
 
-A cell is "ok", the reason of a refusal, or WRONG with what a traceback ends in. The whole table is
-hours on a few cores; tests/cli/test_cli_verbs_of_configs.py has a few rows of it.
+A cell is "ok", the reason of a refusal, or WRONG with what a traceback ends in. FOLDER keeps the
+models that configs start from, what was compiled, and table.jsonl, a line for each config: the
+whole table is an hour on two cores, and goes on where it stopped. A few rows of it are
+tests/cli/test_cli_verbs_of_configs.py.
 """
 
 import contextlib
@@ -11,15 +13,19 @@ import io
 import json
 import os
 import sys
-import tempfile
+import time
 from pathlib import Path
+from collections.abc import Sequence
 from typing import NamedTuple
+
+from safetensors import safe_open
 
 from jaxtrain.config import load_config
 from jaxtrain.config.bundled import list_recipes
 from jaxtrain.main import main
 
-ROOT = Path(__file__).parents[2]
+from tests.generation.fake_vllm import FakeVllm
+
 SIZES = {
     "hidden_size": 32,
     "intermediate_size": 64,
@@ -30,18 +36,42 @@ SIZES = {
     "max_position_embeddings": 2048,
 }
 CALCULATOR = '{{path="builtin:{}",split="{}",options={{num_rows={},follow_up=0.0}}}}'
+CATERPILLAR = '{{path="builtin:caterpillar",options={{num_rows={}}}}}'
 PAIRS = ("preference", "reward_model")
+FAMILIES = {
+    "gpt-oss": {
+        "architectures": ["GptOssForCausalLM"],
+        "model_type": "gpt_oss",
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+    "A3B": {
+        "architectures": ["Qwen3MoeForCausalLM"],
+        "model_type": "qwen3_moe",
+        "moe_intermediate_size": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+    },
+}
+"""What a word in a model's name asks of the tiny model in its place."""
 
 
 class World(NamedTuple):
     """What configs start from."""
 
     folder: Path
+    server: str = ""
+    """URL of a scripted vLLM server."""
 
     @property
     def base(self) -> Path:
         """A language model."""
         return self.folder / "base/model"
+
+    def family(self, name: str) -> Path:
+        """A tiny language model of the family that a model's name says."""
+        word = next((word for word in FAMILIES if word in name), None)
+        return self.folder / word / "model" if word else self.base
 
     @property
     def draft(self) -> Path:
@@ -65,13 +95,22 @@ def call(*words: object) -> str:
     return f"refused: {lines[-1]}" if lines else f"WRONG: code {code} without a reason"
 
 
-def make_world(folder: Path) -> World:
-    """Train the models that configs start from."""
+def make_world(folder: Path, families: Sequence[str] = ()) -> World:
+    """Train the models that configs start from, where they are not there yet."""
     world = World(folder)
-    for name, place in (("quickstart", world.base), ("dflash_quickstart", world.draft)):
-        done = call("--config", name, f"run.output_dir={place.parent}", *shrink(name, world))
-        assert done == "ok", f"{name}: {done}"
-    return world
+    wanted = [(world.base, "quickstart", []), (world.draft, "dflash_quickstart", [])]
+    for word in families:
+        raw = ",".join(f"{key}={json.dumps(v)}" for key, v in (SIZES | FAMILIES[word]).items())
+        words = [f"model.architecture={{{raw}}}"]
+        wanted += [(world.family(word), "quickstart", words)]
+    for place, name, more in wanted:
+        if not place.exists():
+            words = [*shrink(name, world), *more, f"run.output_dir={place.parent}"]
+            done = call("--config", name, *words)
+            assert done == "ok", f"{name}: {done}"
+    with safe_open(world.base / "model.safetensors", "numpy") as file:
+        tensors = {key: file.get_slice(key).get_shape() for key in file.keys()}
+    return world._replace(server=FakeVllm(tensors=tensors).url)
 
 
 def shrink(name: str, world: World) -> list[str]:
@@ -85,13 +124,15 @@ def shrink(name: str, world: World) -> list[str]:
     words += ["data.sequence_len=512", "log.hardware_seconds=0", "run.compile_cache=false"]
     words += ["checkpoint.best_metric=null", "eval.patience=null", "log.profile_start=null"]
     if config.model.path:
-        words += [f"model.path={world.base}", "model.tokenizer=null", "model.chat_template=null"]
+        words += [f"model.path={world.family(config.model.path)}", "model.tokenizer=null", "model.chat_template=null"]
     else:
         words += [f"model.architecture.{key}={value}" for key, value in SIZES.items()]
     builtin = all(d.path.startswith("builtin:") for d in config.data.datasets)
     pairs = "calculator_pairs" if kind in PAIRS else "calculator"
     if builtin:
         words += [f"data.datasets.0.options.num_rows={24}"]
+    elif kind == "tree":
+        words += [f"data.datasets=[{CATERPILLAR.format(24)}]"]
     else:
         words += [f"data.datasets=[{CALCULATOR.format(pairs, 'train', 24)}]"]
     if config.data.eval_datasets:
@@ -100,9 +141,11 @@ def shrink(name: str, world: World) -> list[str]:
     if config.eval.sets:
         words += ['eval.sets=[{path="builtin:calculator",max_rows=2,options={num_rows=2}}]']
     if kind in ("rl", "ebft", "distillation"):
-        words += ["rollout.engine=local", "rollout.prompts_per_step=2", "rollout.max_batch=8"]
+        words += ["rollout.prompts_per_step=2", "rollout.max_batch=8", "rollout.devices=null"]
         words += [f"rollout.group_size={1 if kind == 'distillation' else 2}"]
-        words += ["rollout.devices=null"]
+    if config.rollout.engine == "vllm":  # all answers alike
+        words += [f'rollout.vllm.servers=["{world.server}"]', "rollout.vllm.launch=null"]
+        words += ["rollout.zero_advantage=keep"]
     if config.rollout.draft:
         words += [f"rollout.draft={world.draft}"]
     if getattr(getattr(task, "teacher", None), "path", None):
@@ -162,10 +205,18 @@ def fill_row(name: str, world: World) -> dict[str, str]:
     return row
 
 
+def fill_table(folder: Path, names: Sequence[str]) -> None:
+    """Append a line for each config to FOLDER/table.jsonl."""
+    world = make_world(folder, list(FAMILIES))
+    for name in names:
+        begun, row = time.monotonic(), fill_row(name, world)
+        with (folder / "table.jsonl").open("a") as file:
+            file.write(json.dumps({"config": name, **row}) + "\n")
+        print(f"{name}: {time.monotonic() - begun:.0f} s", flush=True)
+        for column, cell in row.items():
+            print(f"    {column:<24} {cell}", flush=True)
+
+
 if __name__ == "__main__":
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
-    with tempfile.TemporaryDirectory() as temporary:
-        made = make_world(Path(temporary))
-        for recipe in sys.argv[1:] or list_recipes():
-            for column, cell in fill_row(recipe, made).items():
-                print(f"{recipe:<36} {column:<24} {cell}", flush=True)
+    fill_table(Path(sys.argv[1]), sys.argv[2:] or list(list_recipes()))
