@@ -249,4 +249,6 @@ def find_unused_sections(config: Config):
         key = "rewards" if name == "rewards" else f"{name}.{next(iter(changed))}"
         readers = " or ".join(f'"{kind}"' for kind, task in TASKS.items() if name in task.reads)
         alternative = "" if name == "rollout" else " or [[eval.sets]]"
+        if name == "env" and sets:
+            alternative = " or an eval set without an env of its own"
         yield f"{key} has no effect without task.kind {readers}{alternative}; remove it"

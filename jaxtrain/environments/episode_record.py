@@ -239,9 +239,9 @@ class EpisodeRecord:
         except PromptTooLong as error:
             self._refuse_length(str(error))
         except TemplateFailed as error:
-            cause = f"the chat template refuses what the agent says: {error}"
-            self.fail(EpisodeFailed("chat template", cause=cause, again=False))
-            raise RequestRefused(400, cause) from None
+            # The agent can say something else; what it has drawn stays.
+            name = self.history.template.tokenizer.name_or_path
+            raise RequestRefused(400, f"messages: {name} refuses them: {error}") from None
 
     def _read(self, body: Any) -> tuple[ChatRequest, dict[int, int], Prompt]:
         """Do the work of `_prepare`, in a thread: what it reads of the episode only grows."""

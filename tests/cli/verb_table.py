@@ -12,6 +12,7 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import sys
 import time
 from pathlib import Path
@@ -36,7 +37,7 @@ SIZES = {
     "max_position_embeddings": 2048,
 }
 CALCULATOR = '{{path="builtin:{}",split="{}",options={{num_rows={},follow_up=0.0}}}}'
-CATERPILLAR = '{{path="builtin:caterpillar",options={{num_rows={}}}}}'
+EVALUATION = '{{path="builtin:calculator",options={{num_rows=2}}{}}}'
 PAIRS = ("preference", "reward_model")
 FAMILIES = {
     "gpt-oss": {
@@ -91,8 +92,8 @@ def call(*words: object) -> str:
         return f"WRONG: {type(error).__name__}: {error}"[:300]
     if code == 0:
         return "ok"
-    lines = [line for line in shown.getvalue().splitlines() if line.startswith(("error", "stop"))]
-    return f"refused: {lines[-1]}" if lines else f"WRONG: code {code} without a reason"
+    before, word, reason = shown.getvalue().rpartition("error: ")
+    return f"refused: {' '.join(reason.split())}" if word else f"WRONG: code {code}: {before[-200:]}"
 
 
 def make_world(folder: Path, families: Sequence[str] = ()) -> World:
@@ -132,14 +133,17 @@ def shrink(name: str, world: World) -> list[str]:
     if builtin:
         words += [f"data.datasets.0.options.num_rows={24}"]
     elif kind == "tree":
-        words += [f"data.datasets=[{CATERPILLAR.format(24)}]"]
+        words += [f'data.datasets=[{{path="{write_trials(world.folder)}"}}]']
     else:
         words += [f"data.datasets=[{CALCULATOR.format(pairs, 'train', 24)}]"]
     if config.data.eval_datasets:
         words += [f"data.eval_datasets=[{CALCULATOR.format(pairs, 'test', 4)}]"]
     words += ["data.validation_split=null"]
     if config.eval.sets:
-        words += ['eval.sets=[{path="builtin:calculator",max_rows=2,options={num_rows=2}}]']
+        own = "" if "env" in config.model_fields_set else ',env={kind="calculator"}'
+        words += [f"eval.sets=[{EVALUATION.format(own)}]"]
+    if config.env.kind == "nemo_gym":  # a Gym takes minutes to start
+        words += ['env={kind="calculator"}']
     if kind in ("rl", "ebft", "distillation"):
         words += ["rollout.prompts_per_step=2", "rollout.max_batch=8", "rollout.devices=null"]
         words += [f"rollout.group_size={1 if kind == 'distillation' else 2}"]
@@ -157,6 +161,20 @@ def shrink(name: str, world: World) -> list[str]:
         words += ["task.draft.num_layers=1"] * (kind == "dflash")
         words += ["task.draft.mask_token_id=500"] * (kind == "dflash")
     return words
+
+
+def write_trials(folder: Path) -> Path:
+    """Write rows for trees: two trials of each task, with thoughts."""
+    path = folder / "trials.jsonl"
+    with path.open("w") as file:
+        for number in range(24):
+            messages = []
+            for turn in range(2):
+                messages += [{"role": "user", "content": f"{number // 2} + {turn}?"}]
+                answer = {"role": "assistant", "content": str(number // 2 + turn)}
+                messages += [answer | {"reasoning_content": f"Trial {number}, {turn}."}]
+            file.write(json.dumps({"task_id": number // 2, "messages": messages}) + "\n")
+    return path
 
 
 def list_cells(name: str, world: World, run: Path) -> dict[str, list[object]]:
@@ -198,6 +216,8 @@ def list_cells(name: str, world: World, run: Path) -> dict[str, list[object]]:
 def fill_row(name: str, world: World) -> dict[str, str]:
     """Train a config and run every verb on it; return {verb: what came of it}."""
     run = world.folder / name.replace("/", "_")
+    for old in (run, run.with_name(f"{run.name}-out")):
+        shutil.rmtree(old, ignore_errors=True)
     row = {"train": call("--config", name, f"run.output_dir={run}", *shrink(name, world))}
     if row["train"] == "ok":
         for verb, words in list_cells(name, world, run).items():

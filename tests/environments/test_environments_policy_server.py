@@ -282,6 +282,32 @@ def test_what_is_refused(server, change, status, text):
     assert actual == status and text in body["message"] and turns == 0
 
 
+def test_what_the_template_refuses_leaves_the_episode_alone():
+    tokenizer = load_tokenizer("builtin")
+    reason = "{{ raise_exception('no developer here') }}"
+    tokenizer.chat_template = (
+        "{% for m in messages if m.content == 'refuse me' %}" + reason + "{% endfor %}"
+    ) + tokenizer.chat_template
+    policy_server = PolicyServer(tokenizer, max_model_len=400)
+    policy_server.open()
+
+    async def play():
+        async with agent(policy_server, ["A.", "B."]) as entry:
+            answer, _ = await entry.chat([ASK])
+            said = [ASK, answer["message"], {"role": "user", "content": "refuse me"}]
+            body = {"messages": said, "metadata": {"episode": entry.record.id}}
+            status, refusal = await entry.post("/v1/chat/completions", body)
+            assert (status, refusal["error"]["param"]) == (400, "messages")
+            assert "refuses them: chat template: no developer here" in refusal["message"]
+            await entry.chat([*said[:2], ASK])
+            return entry.record.finish()
+
+    try:
+        assert asyncio.run(play()).metrics["turns"] == 2
+    finally:
+        policy_server.close()
+
+
 def test_without_the_token_nothing_is_answered(server):
     async def play():
         async with agent(server, ["A."]) as entry:
