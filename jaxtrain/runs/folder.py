@@ -16,7 +16,7 @@ import json
 import os
 import platform
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -43,6 +43,7 @@ from jaxtrain.runs.run_files import (
     read_names,
     require_own,
 )
+from jaxtrain.runs.watchdog import describe_silent_end
 
 ALWAYS = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt stacks.txt"
@@ -71,6 +72,8 @@ class RunFolder:
         """Number of this start, from 1."""
         self.changes: list[str] = []
         """Keys that differ from the resumed run's config, as "key: old -> new"."""
+        self.silent_end = ""
+        """How the last attempt ended, if it has not said so itself."""
         self.base, self.needs_base = base, needs_base
         self._lock: int | None = None
         self._saved = self._recorded = False
@@ -134,6 +137,8 @@ class RunFolder:
         attempt."""
         versions = ", ".join(f"{name} {version}" for name, version in find_versions().items())
         lines = [f"run {self.path}, attempt {self.attempt}: {versions}"]
+        if self.silent_end:
+            lines.append(f"warning: {self.silent_end}")
         if self.changes:
             lines.append("the config changed since the last attempt: " + "; ".join(self.changes))
         return lines
@@ -160,7 +165,9 @@ class RunFolder:
                 if "." in name and path.exists() and not path.is_file():
                     raise UserError(f"{path} is no regular file; move it away, it is the run's")
             attempts = self.path / "attempts.jsonl"
-            self.attempt = 1 + (sum(1 for _ in read_records(attempts)) if attempts.exists() else 0)
+            records = [*read_records(attempts)] if attempts.exists() else []
+            self.attempt = 1 + len(records)
+            self.silent_end = describe_silent_end(self.path, list_ran(records[-1:]))
             if not started or run.overwrite:
                 self._record_start()
         except OSError as error:
@@ -392,6 +399,13 @@ def last_device_count(attempts: Path) -> int | None:
         return None
     devices = newest[0].value.get("devices") if newest and newest[0].value else None
     return len(devices) if isinstance(devices, list) else None
+
+
+def list_ran(records: Sequence[MetricsRecord]) -> list[str]:
+    """Return the names of the code from outside that recorded attempts ran."""
+    ran = [record.value.get("plugins") for record in records if record.value]
+    entries = [entry for part in ran if isinstance(part, list) for entry in part]
+    return [str(entry["name"]) for entry in entries if isinstance(entry, dict) and "name" in entry]
 
 
 def describe_attempt(number: int, command: list[str]) -> dict[str, Any]:

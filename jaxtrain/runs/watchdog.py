@@ -17,7 +17,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from jaxtrain.runs.manifest import write_atomically
 from jaxtrain.runs.progress import Compiling, LogFunction, Progress
 from jaxtrain.text_safety import escape_control_chars, shorten
 
+HEARTBEAT = "heartbeat.json"
 BEAT_SECONDS = 10.0
 """Longest time between two writes of heartbeat.json while the process is alive."""
 
@@ -137,7 +138,7 @@ class Watchdog:
         }
         if self.primary:
             with contextlib.suppress(OSError):  # a full disk is the checkpoint's to report
-                write_atomically(self.folder / "heartbeat.json", json.dumps(beat), durable=False)
+                write_atomically(self.folder / HEARTBEAT, json.dumps(beat), durable=False)
 
     def _report(self, idle: float) -> None:
         path, stacks = self.folder / "stacks.txt", ""
@@ -160,6 +161,25 @@ def describe_end(error: BaseException | None, signal_name: str = "") -> tuple[st
         text = escape_control_chars(f"{type(error).__name__}: {error}")
         return "failed", shorten(text, 500)
     return ("stopped", signal_name) if signal_name else ("finished", "")
+
+
+def describe_silent_end(folder: Path, outside: Sequence[str] = ()) -> str:
+    """Describe the attempt that has ended in `folder` without writing how; "" if there is none.
+
+    The caller holds the folder's lock: whoever wrote "running" is gone. outside: code of others
+    that the attempt ran."""
+    try:
+        beat = json.loads((folder / HEARTBEAT).read_text())
+        if beat["state"] != "running":
+            return ""
+        place = f"after step {beat['step']:d}, in {shorten(str(beat['phase']), 60)!r}"
+    except (OSError, ValueError, KeyError, TypeError):
+        return ""
+    names = f", such as {', '.join(outside)}" if outside else ""
+    return escape_control_chars(
+        f"the last attempt ended {place}, without a word: it was killed, by the system if memory"
+        f" ran out, or code that it called ended the process{names}"
+    )
 
 
 class Signals:

@@ -43,12 +43,16 @@ FAMILIES = {
     "gpt-oss": {
         "architectures": ["GptOssForCausalLM"],
         "model_type": "gpt_oss",
+        "vocab_size": 512,
         "num_local_experts": 4,
         "num_experts_per_tok": 2,
     },
     "A3B": {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
+        "vocab_size": 512,
+        "hidden_size": 64,  # of which nf4 needs multiples, for each layer
+        "head_dim": 64,
         "moe_intermediate_size": 64,
         "num_experts": 4,
         "num_experts_per_tok": 2,
@@ -61,8 +65,13 @@ class World(NamedTuple):
     """What configs start from."""
 
     folder: Path
+    """transcript.txt is all that commands have shown."""
     server: str = ""
     """URL of a scripted vLLM server."""
+
+    def call(self, *words: object) -> str:
+        """Run a command line; see `call`."""
+        return call(self.folder / "transcript.txt", *words)
 
     @property
     def base(self) -> Path:
@@ -80,8 +89,9 @@ class World(NamedTuple):
         return self.folder / "draft/model"
 
 
-def call(*words: object) -> str:
-    """Run a command line; return "ok", "refused: REASON" or "WRONG: ERROR"."""
+def call(transcript: Path, *words: object) -> str:
+    """Run a command line; return "ok", "refused: REASON" or "WRONG: ERROR", and append what it
+    shows to a file."""
     shown = io.StringIO()
     try:
         with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(shown):
@@ -90,6 +100,9 @@ def call(*words: object) -> str:
         code = int(end.code or 0)
     except Exception as error:  # what would be a traceback
         return f"WRONG: {type(error).__name__}: {error}"[:300]
+    finally:
+        with transcript.open("a") as file:
+            file.write(shown.getvalue())
     if code == 0:
         return "ok"
     before, word, reason = shown.getvalue().rpartition("error: ")
@@ -99,6 +112,7 @@ def call(*words: object) -> str:
 def make_world(folder: Path, families: Sequence[str] = ()) -> World:
     """Train the models that configs start from, where they are not there yet."""
     world = World(folder)
+    folder.mkdir(exist_ok=True)
     wanted = [(world.base, "quickstart", []), (world.draft, "dflash_quickstart", [])]
     for word in families:
         raw = ",".join(f"{key}={json.dumps(v)}" for key, v in (SIZES | FAMILIES[word]).items())
@@ -107,7 +121,7 @@ def make_world(folder: Path, families: Sequence[str] = ()) -> World:
     for place, name, more in wanted:
         if not place.exists():
             words = [*shrink(name, world), *more, f"run.output_dir={place.parent}"]
-            done = call("--config", name, *words)
+            done = world.call("--config", name, *words)
             assert done == "ok", f"{name}: {done}"
     with safe_open(world.base / "model.safetensors", "numpy") as file:
         tensors = {key: file.get_slice(key).get_shape() for key in file.keys()}
@@ -177,19 +191,18 @@ def write_trials(folder: Path) -> Path:
     return path
 
 
-def list_cells(name: str, world: World, run: Path) -> dict[str, list[object]]:
-    """Return the command line of each verb on a trained run; in this order."""
+def list_cells(train: Sequence[object], world: World, run: Path) -> dict[str, list[object]]:
+    """Return the command line of each verb on a run that `train` trained; in this order."""
     small = ["sampling.max_new_tokens=4"]
     rows = world.folder / "rows.jsonl"
     rows.write_text(json.dumps({"prompt": "1 + 1?", "chosen": "2", "rejected": "3"}) + "\n")
     sweep = world.folder / "sweep.toml"
-    overrides = ", ".join(map(json.dumps, shrink(name, world)))
+    overrides = ", ".join(map(json.dumps, train[3:]))
     sweep.write_text(
-        f'[sweep]\nconfig = "{name}"\noutput_dir = "{run}-sweep"\noverrides = [{overrides}]\n'
+        f'[sweep]\nconfig = "{train[1]}"\noutput_dir = "{run}-sweep"\noverrides = [{overrides}]\n'
         '[grid]\n"run.seed" = [1]\n'
     )
     out = run.with_name(f"{run.name}-out")
-    train = ["--config", name, f"run.output_dir={run}", *shrink(name, world)]
     return {
         "generate": ["generate", run, "--prompt", "1 + 1?", *small],
         "generate --env": ["generate", run, "--env", "--prompt", "1 + 1?", *small],
@@ -213,15 +226,17 @@ def list_cells(name: str, world: World, run: Path) -> dict[str, list[object]]:
     }
 
 
-def fill_row(name: str, world: World) -> dict[str, str]:
-    """Train a config and run every verb on it; return {verb: what came of it}."""
+def fill_row(name: str, world: World, *more: str) -> dict[str, str]:
+    """Train a config, with `more` overrides, and run every verb on it; return {verb: what came of
+    it}."""
     run = world.folder / name.replace("/", "_")
     for old in (run, run.with_name(f"{run.name}-out")):
         shutil.rmtree(old, ignore_errors=True)
-    row = {"train": call("--config", name, f"run.output_dir={run}", *shrink(name, world))}
+    train = ["--config", name, f"run.output_dir={run}", *shrink(name, world), *more]
+    row = {"train": world.call(*train)}
     if row["train"] == "ok":
-        for verb, words in list_cells(name, world, run).items():
-            row[verb] = call(*words)
+        for verb, words in list_cells(train, world, run).items():
+            row[verb] = world.call(*words)
     return row
 
 

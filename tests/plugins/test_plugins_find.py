@@ -1,6 +1,5 @@
 """Names that lead nowhere, or to two things, are refused in a line that helps."""
 
-import subprocess
 import sys
 
 import pytest
@@ -77,29 +76,15 @@ def test_a_failing_import_is_named_with_file_and_line(tmp_path, monkeypatch, tex
     assert not [name for name in sys.modules if name.startswith(("broken", "jaxtrain_plugin_b"))]
 
 
-HANG = """
-import sys
-from jaxtrain import plugins
-plugins.SLOW_SECONDS, plugins.HANG_SECONDS = 0.1, 1.0
-plugins.find("sinks", sys.argv[1], {}, key="log.sinks")
-"""
-
-
-def test_an_import_that_hangs_is_named_and_ended(tmp_path):
-    (tmp_path / "hangs.py").write_text("import threading\n\nthreading.Event().wait(3600)\n")
-    name = f"{tmp_path}/hangs.py:Sink"
-    ended = subprocess.run([sys.executable, "-c", HANG, name], capture_output=True, text=True)
-    assert ended.returncode == 2
-    assert f"log.sinks {name!r}: still being imported, at " in ended.stderr
-    assert f"log.sinks {name!r} cannot be imported: the import hangs at " in ended.stderr
-
-
-def test_a_slow_import_is_no_hanging_one(tmp_path):
-    text = "import time\ndef f():\n    time.sleep(0.3)\nfor _ in range(6):\n    f()\nSink = dict\n"
-    (tmp_path / "slow.py").write_text(text)
-    command = [sys.executable, "-c", HANG, f"{tmp_path}/slow.py:Sink"]
-    ended = subprocess.run(command, capture_output=True, text=True)
-    assert ended.returncode == 0 and "still being imported" in ended.stderr
+def test_an_import_that_stands_still_is_named_again_and_may_take_its_time(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("jaxtrain.plugins.SLOW_SECONDS", 0.05)
+    (tmp_path / "slow.py").write_text("import threading\n\nthreading.Event().wait(1)\nSink = dict\n")
+    name = f"{tmp_path}/slow.py:Sink"
+    assert plugins.find("sinks", name, {}, key="log.sinks") is dict
+    first, second, *_ = capsys.readouterr().err.splitlines()
+    assert all(f"log.sinks {name!r}: still being imported" in line for line in (first, second))
 
 
 def test_code_that_ends_the_program_is_named_by_every_verb(monkeypatch, capsys):

@@ -67,6 +67,19 @@ def test_a_new_folder_gets_config_and_attempt(tmp_path):
     assert open_run(run.path).attempt == 2
 
 
+def test_an_attempt_that_ended_without_a_word_is_named_by_the_next(tmp_path):
+    (tmp_path / "mine.py").write_text("Sink = dict")
+    log = {"sinks": [f"{tmp_path}/mine.py:Sink"]}
+    open_run(tmp_path / "run", log=log)
+    beat = {"state": "running", "step": 7, "phase": "training"}
+    (tmp_path / "run/heartbeat.json").write_text(json.dumps(beat))
+    _, warning, *_ = open_run(tmp_path / "run", log=log).describe()
+    expected = "warning: the last attempt ended after step 7, in 'training', without a word: "
+    assert warning.startswith(expected) and warning.endswith(f"such as {log['sinks'][0]}")
+    (tmp_path / "run/heartbeat.json").write_text(json.dumps({**beat, "state": "finished"}))
+    assert len(open_run(tmp_path / "run", log=log).describe()) == 1
+
+
 def test_the_same_config_and_free_keys_resume(tmp_path):
     open_run(tmp_path)
     fake_steps(tmp_path)
