@@ -30,7 +30,12 @@ from jaxtrain.huggingface.files import check_inside, read_object, spell
 from jaxtrain.huggingface.generation import NAME as GENERATION
 from jaxtrain.huggingface.ops import StackedOps, TensorOp, Transpose, full_index
 from jaxtrain.huggingface.packed import open_folder
-from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, SafetensorsFolder
+from jaxtrain.huggingface.safetensors import (
+    CODES,
+    MAX_SHARD_BYTES,
+    RoundingLoss,
+    SafetensorsFolder,
+)
 from jaxtrain.models import build, families
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.parameters import split_model
@@ -237,10 +242,9 @@ def merge_adapter(
         corrections.setdefault(HEAD, corrections[tied])  # the head is stored a second time
     restore = None if quantize == "none" or config is None else RoundTrip(config, quantize, files)
 
-    change_square = rounding_square = 0.0
+    loss = RoundingLoss()
 
     def change(name: str, array: np.ndarray, index: int | None) -> np.ndarray:
-        nonlocal change_square, rounding_square
         if restore is not None:
             array = restore(name, array, index)
         if name not in corrections:
@@ -251,12 +255,7 @@ def merge_adapter(
                 f"{name} with {str(adapter)!r} merged in holds NaN or infinite values: it or the"
                 f" tensor of {str(base)!r} does, or their sum does not fit into {merged.dtype}"
             )
-        wide = merged.astype(np.float32)
-        stored = wide.astype(dtype or array.dtype).astype(np.float32)
-        rounding_square += float(np.square(stored - wide).sum(dtype=np.float64))
-        rows = slice(min(len(wide), len(array)))  # a table may grow
-        delta = wide[rows] - array[rows].astype(np.float32)
-        change_square += float(np.square(delta).sum(dtype=np.float64))
+        loss.add(merged, dtype or array.dtype, array)
         return merged
 
     shapes = find_grown(files, peft, corrections)
@@ -270,8 +269,7 @@ def merge_adapter(
     copy_tokenizer(Path(adapter), output)
     if "eos_token_id" in keys:
         add_eos(output / GENERATION, keys["eos_token_id"])
-    lost = (rounding_square / change_square) ** 0.5 if change_square else 0.0
-    return MergeReport(len(corrections), lost)
+    return MergeReport(len(corrections), loss.share)
 
 
 def find_tied(files: SafetensorsFolder, peft: PeftFolder, raw: Mapping[str, Any]) -> str | None:

@@ -13,8 +13,6 @@ from jaxtrain.errors import UserError
 if TYPE_CHECKING:
     from jaxtrain.adapters.merge import MergeReport
 
-NOTED_LOSS = 0.05
-"""Share of an adapter's changes that rounding may take before `merge` says so."""
 
 
 def run_merge(argv: list[str]) -> None:
@@ -60,12 +58,6 @@ def merge_command(
     output = output or source / "merged"
     report, base = merge_source(source, base, output, step, dtype, quantize, overrides)
     print(f"{report.changed} tensors of {base} changed; the merged model is in {output}")
-    if report.lost >= NOTED_LOSS:
-        print(
-            f"warning: rounding the merged tensors to their dtype moved them by {report.lost:.0%}"
-            " of what the adapter changes (root mean squares); keep it with --dtype float32, or"
-            " serve the adapter beside its base"
-        )
 
 
 def merge_source(
@@ -140,6 +132,7 @@ def merge(
     from jaxtrain.core.export import find_ends
     from jaxtrain.data.chat.template import load_tokenizer
     from jaxtrain.huggingface.generation import write_generation
+    from jaxtrain.huggingface.safetensors import RoundingLoss
     from jaxtrain.runs.run_files import replace_folder
 
     with replace_folder(output) as unfinished:
@@ -147,6 +140,12 @@ def merge(
         report = merge_adapter(
             folder, adapter, unfinished, dtype, quantize=quantize, family=family, keys=keys
         )
+        if report.lost >= RoundingLoss.NOTED:
+            print(
+                f"warning: rounding the merged tensors to their dtype moved them by"
+                f" {report.lost:.0%} of what the adapter changes (root mean squares); keep it with"
+                " jaxtrain merge --dtype float32, or serve the adapter beside its base"
+            )
         scores = any("Classification" in name for name in read_architectures(unfinished))
         if not scores and (adapter / "tokenizer_config.json").is_file():
             # The adapter was trained with another template than the base's, perhaps, and answers

@@ -4,6 +4,7 @@ In a checkout they are the folder `configs/`; a wheel holds a copy of it inside 
 (setup.py).
 """
 
+import os
 from pathlib import Path
 
 from jaxtrain.errors import UserError
@@ -31,10 +32,12 @@ def find_config(name: str | Path) -> Path:
     A file that is there comes first. Raises UserError for a word that is neither.
     """
     path = Path(name)
-    if path.suffix or path.is_file():
+    if os.path.isfile(path):  # False for a name that is too long, too
         return path
     recipes = list_recipes()
     if str(name) not in recipes:
+        if path.suffix:
+            return path
         raise UserError(
             f"there is no config file {show(str(name))}, and no config of this name comes with"
             f" jaxtrain; it brings {', '.join(recipes) or 'none'}; a file ends in .toml, .yaml,"

@@ -10,6 +10,7 @@ from pydantic import AfterValidator, Field, model_validator
 from jaxtrain.config.base import RESUMABLE, Place, Section, at_most, excludes, known_in
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.limits import ITEMS, ROWS, TOKENS, WORKERS
+from jaxtrain.text_safety import redact_text
 
 
 def check_column_format(text: str) -> str:
@@ -126,9 +127,14 @@ class DatasetConfig(Section):
         keys = ("fields", "roles", "column_formats", "drop_system_message", "split_thinking")
         return {key: getattr(self, key) for key in keys}
 
+    @property
+    def shown_path(self) -> str:
+        """Its path without what a URL holds of secrets."""
+        return redact_text(self.path)
+
     def label(self, datasets: Sequence["DatasetConfig"] = ()) -> str:
         """Name in metrics: the file's, with a number where one of the others has it, too."""
-        stem = PurePath(self.path.rpartition(":")[2]).stem or self.path
+        stem = PurePath(self.shown_path.rpartition(":")[2]).stem or self.path
         label = f"{stem}-{self.name}" if self.name else stem
         number = sum(dataset.label() == label for dataset in datasets)
         return f"{label}-{number + 1}" if number else label

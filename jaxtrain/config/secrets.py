@@ -11,8 +11,10 @@ it.
                                             it again, by its config file or an override
 """
 
+import json
 import os
 import re
+import tomllib
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -83,16 +85,22 @@ def redact(value: Any, secret: bool = False, *, references: bool = False) -> Any
 
 
 def redact_command(words: Sequence[str]) -> list[str]:
-    """Return a command line with HIDDEN for what overrides set secret options to."""
-    shown = []
-    for word in words:
-        key, equals, value = word.partition("=")
-        parts = key.split(".")
-        hidden = equals and hides(parts) and not REFERENCE.match(value)
-        # An inline table as the value: its texts cannot be told apart here.
-        hide_table = equals and parts[-1] == "options"
-        shown.append(f"{key}={HIDDEN}" if hidden or hide_table else redact_text(word))
-    return shown
+    """Return a command line with HIDDEN for what overrides set secret options to, in tables, too."""
+    return [_redact_word(*word.partition("=")) for word in words]
+
+
+def _redact_word(key: str, equals: str, value: str) -> str:
+    parts = key.split(".")
+    if equals and hides(parts):
+        return f"{key}={value if REFERENCE.match(value) else HIDDEN}"
+    if not (equals and "{" in value):
+        return redact_text(f"{key}{equals}{value}")
+    try:
+        table = tomllib.loads(f"value = {value}")["value"]
+    except tomllib.TOMLDecodeError:  # what stands in it cannot be told apart
+        return f"{key}={HIDDEN}"
+    redacted = redact({parts[-1]: table})[parts[-1]]
+    return f"{key}={value if redacted == table else json.dumps(redacted)}"
 
 
 def reveal(options: Mapping[str, Any], key: str) -> dict[str, Any]:

@@ -37,7 +37,14 @@ def export_model(
     with replace_folder(folder) if writes else contextlib.nullcontext(folder) as unfinished:
         if bundle.adapter is None:
             model = snapshot.model()
-            saving.save(model, bundle.architecture, unfinished, dtype=dtype)
+            base = bundle.folder if snapshot.step else None
+            loss = saving.save(model, bundle.architecture, unfinished, dtype=dtype, base=base)
+            if loss.share >= loss.NOTED:
+                print(
+                    f"warning: {folder}: rounding to {dtype or 'the dtypes of the base'} moved the"
+                    f" tensors by {loss.share:.0%} of what training changed (root mean squares); keep it with"
+                    " jaxtrain export --dtype float32"
+                )
             if writes and bundle.architecture.score is None:
                 write_generation(unfinished, bundle.folder, find_ends(bundle.tokenizer))
             if (

@@ -92,7 +92,7 @@ def probe_samples(
     row gives a sample, naming the reasons; and if the chat template leaves out parts of a row.
     """
     rows = open_rows(dataset)
-    picked = pick_rows(rows, dataset.path)
+    picked = pick_rows(rows, dataset.shown_path)
     columns = tuple(dict.fromkeys(key for row, _ in picked for key in row))
     name = require_format(dataset, columns)
     tokenize = RowTokenizer(dataset, tokenizer, data.sequence_len, data.too_long, trees)
@@ -110,15 +110,15 @@ def probe_samples(
     dropped = {reason: len(origins) for reason, origins in example.items()}
     firsts = {reason: origins[0] for reason, origins in example.items()}
     advise = lambda reason: _advise(reason, dataset, data)  # noqa: E731
-    check_usable(f"{dataset.path} (format {name})", usable, len(picked), dropped, firsts, advise)
+    check_usable(f"{dataset.shown_path} (format {name})", usable, len(picked), dropped, firsts, advise)
     num_rows = len(rows) if hasattr(rows, "__len__") else None
     line = (
-        f"{dataset.path}: {describe_size(num_rows)}, format {name}, columns {join_columns(columns)}"
+        f"{dataset.shown_path}: {describe_size(num_rows)}, format {name}, columns {join_columns(columns)}"
     )
     note = describe_counts(counts, data.sequence_len, describe_controls([dataset]))
     summary = f"{line}\n  first look: {note}" if note else line
     unread = describe_unread(counts, read_elsewhere)
-    return Probe(dataset.path, num_rows, tuple(samples), summary, dropped, name, columns, unread)
+    return Probe(dataset.shown_path, num_rows, tuple(samples), summary, dropped, name, columns, unread)
 
 
 def _advise(reason: str, dataset: DatasetConfig, data: DataConfig) -> str:

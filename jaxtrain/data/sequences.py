@@ -39,7 +39,7 @@ class Sequences(Recipe):
         tokenize = RowTokenizer(
             dataset, self.tokenizer, self.data.sequence_len, self.data.too_long, self.trees
         )
-        return MixturePart(dataset.path, open_rows(dataset), tokenize, dataset.weight)
+        return MixturePart(dataset.shown_path, open_rows(dataset), tokenize, dataset.weight)
 
     open_held_out = open
 

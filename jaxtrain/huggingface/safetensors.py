@@ -204,6 +204,31 @@ def _read_sizes(value: Any) -> tuple[int, ...] | None:
     return None
 
 
+class RoundingLoss:
+    """Rounding of tensors to the dtypes that they are stored in, beside how far training moved
+    them: sums of squares over all that was changed."""
+
+    NOTED = 0.05
+    """Share of the changes that rounding may take before people are warned."""
+
+    def __init__(self) -> None:
+        self.rounding = self.change = 0.0
+
+    def add(self, wide: np.ndarray, dtype: Any, before: np.ndarray) -> None:
+        """Count a tensor that is stored as `dtype`. before: what it was, perhaps of fewer rows."""
+        wide = wide.astype(np.float32)
+        stored = wide.astype(dtype).astype(np.float32)
+        self.rounding += float(np.square(stored - wide).sum(dtype=np.float64))
+        rows = slice(min(len(wide), len(before))) if wide.ndim else ()
+        delta = wide[rows] - before[rows].astype(np.float32)
+        self.change += float(np.square(delta).sum(dtype=np.float64))
+
+    @property
+    def share(self) -> float:
+        """Ratio of the two root mean squares; 0 if nothing was changed."""
+        return (self.rounding / self.change) ** 0.5 if self.change else 0.0
+
+
 def write_folder(
     folder: str | os.PathLike,
     plan: Mapping[str, tuple[tuple[int, ...], np.dtype]],

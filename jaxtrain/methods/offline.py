@@ -108,10 +108,10 @@ class OfflineData:
         rows = self.config.data.micro_batch_size * row_shards(bundle.mesh)
 
         def done(counts: Mapping[str, int]) -> None:
-            key = f"{dataset.path} {dataset.split}"
+            key = f"{dataset.shown_path} {dataset.split}"
             if key not in self._reported_datasets:
                 self._reported_datasets.add(key)
-                self.log_counts(counts, f"held-out {dataset.path}")
+                self.log_counts(counts, f"held-out {dataset.shown_path}")
 
         from jaxtrain.data.media_tokens import only_text
 
@@ -147,7 +147,7 @@ class OfflineData:
             line = line or f"{counts['trees']:,} examples, none dropped"
             line = "; ".join(filter(None, (line, describe_unread(counts))))
             side = " (held out)" if dataset.part == "held_out" else ""
-            console.print(f"{dataset.path}{side}, {rows}: {line}", markup=False, soft_wrap=True)
+            console.print(f"{dataset.shown_path}{side}, {rows}: {line}", markup=False, soft_wrap=True)
 
     def show_packing(self, console: Console, num_batches: int = 20) -> None:
         """Print how full the rows of the first batches are."""

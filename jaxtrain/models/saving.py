@@ -1,10 +1,12 @@
 """Models to Hugging Face folders, with the tensors that a model only carries along."""
 
 import collections
+import contextlib
 import itertools
 import json
 import math
 import os
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,12 @@ from jaxtrain.huggingface.ops import (
     full_index,
 )
 from jaxtrain.huggingface.packed import open_folder
-from jaxtrain.huggingface.safetensors import SafetensorsFolder, TensorLocation, write_folder
+from jaxtrain.huggingface.safetensors import (
+    RoundingLoss,
+    SafetensorsFolder,
+    TensorLocation,
+    write_folder,
+)
 from jaxtrain.models.build import abstract
 from jaxtrain.models.check_tensors import fixed_dtypes
 from jaxtrain.models.decoder import Decoder
@@ -30,13 +37,19 @@ from jaxtrain.models.families import family
 
 
 def save(
-    model: Decoder, config: DecoderConfig, folder: str | os.PathLike, dtype: str | None = None
-) -> None:
+    model: Decoder,
+    config: DecoderConfig,
+    folder: str | os.PathLike,
+    dtype: str | None = None,
+    base: Path | None = None,
+) -> RoundingLoss:
     """Write safetensors and a config.json that transformers can load.
 
     dtype None: each tensor in the dtype of the loaded folder, else of the parameter; tensors of
-    `wide_tensors` always are. Every process takes part; the first one writes.
+    `wide_tensors` always are. base: the folder from which training began; return what rounding
+    takes of the changes since. Every process takes part; the first one writes.
     """
+    loss = RoundingLoss()
     stored = dict(model.stored)
     entries, flat = family(config).names(config), nnx.to_flat_state(nnx.state(model))
     params = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
@@ -63,6 +76,7 @@ def save(
             )
             for name, stored in carried.items()
         )
+        pieces = watch_rounding(pieces, plan, base, loss)
         write_folder(folder, dict(sorted(plan.items())), itertools.chain(pieces, copied))
         raw = config.to_hf()
         common = collections.Counter(str(d) for _, d in plan.values()).most_common(1)[0][0]
@@ -75,6 +89,28 @@ def save(
     else:
         collections.deque(pieces, maxlen=0)  # takes part in the gathers
     sync_processes("save")
+    return loss
+
+
+def watch_rounding(
+    pieces: Iterable[SplitPiece],
+    plan: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    base: Path | None,
+    loss: RoundingLoss,
+) -> Iterator[SplitPiece]:
+    """Yield pieces, adding to `loss` those that are stored in a narrower dtype than they have, and
+    that a folder has in the same shape."""
+    files: SafetensorsFolder | None = None
+    if base is not None:
+        with contextlib.suppress(UserError):  # a run goes without the weights that it began with
+            files = open_folder(base)
+    for piece in pieces:
+        dtype = plan[piece.name][1]
+        if files is not None and dtype.itemsize < piece.array.dtype.itemsize:
+            stored = files.tensors.get(piece.name)
+            if stored is not None and stored.shape == piece.shape:
+                loss.add(piece.array, dtype, files.fetch(piece.name, piece.index))
+        yield piece
 
 
 def wide_tensors(config: DecoderConfig) -> frozenset[str]:

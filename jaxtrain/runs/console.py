@@ -20,7 +20,7 @@ from rich.text import Text
 from typing_extensions import override
 
 from jaxtrain.errors import UserError
-from jaxtrain.text_safety import escape_control_chars
+from jaxtrain.text_safety import escape_control_chars, redact_text
 
 HIDDEN = {
     *("tokens", "trained_tokens", "step_seconds", "time", "entropy", "num_tokens", "groups"),
@@ -119,7 +119,7 @@ class Console:
 
     def log(self, text: str) -> None:
         """Print a message above the bar and append it to log.txt."""
-        text = escape_control_chars(text)
+        text = redact_text(escape_control_chars(text))
         with self._lock:  # the watchdog and the signal thread log, too
             self.record(text)
             if self._rich:

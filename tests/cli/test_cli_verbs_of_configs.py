@@ -21,6 +21,8 @@ def judge(prompts, completions, api_key, judge_key, **rest):
     assert api_key.startswith("sk-") and judge_key.startswith("variable"), "keys are used"
     return [float(len(completion)) for completion in completions]
 """
+GIVEN = ("judge.py", "sweep.toml")
+"""Files that the user writes."""
 REFUSED = {
     "lora_qwen3": {"eval", "score"},
     "rl_draft_refresh": {"eval", "merge", "score"},
@@ -95,6 +97,6 @@ def test_every_verb_works_or_is_refused_and_shows_no_secret(world, secrets, name
     holding = [
         path
         for path in world.folder.rglob("*")
-        if path.is_file() and path.name != "judge.py" and CANARY.encode() in path.read_bytes()
+        if path.is_file() and path.name not in GIVEN and CANARY.encode() in path.read_bytes()
     ]
     assert not holding

@@ -105,8 +105,11 @@ def call(transcript: Path, *words: object) -> str:
             file.write(shown.getvalue())
     if code == 0:
         return "ok"
-    before, word, reason = shown.getvalue().rpartition("error: ")
-    return f"refused: {' '.join(reason.split())}" if word else f"WRONG: code {code}: {before[-200:]}"
+    for word in ("error: ", "stopped: "):
+        _, begins, reason = shown.getvalue().rpartition(word)
+        if begins:
+            return f"refused: {' '.join(reason.split())}"
+    return f"WRONG: code {code} without a reason"
 
 
 def make_world(folder: Path, families: Sequence[str] = ()) -> World:
@@ -138,6 +141,8 @@ def shrink(name: str, world: World) -> list[str]:
     words += ["model.param_dtype=float32", "model.compute_dtype=float32", "eval.max_batches=1"]
     words += ["data.sequence_len=512", "log.hardware_seconds=0", "run.compile_cache=false"]
     words += ["checkpoint.best_metric=null", "eval.patience=null", "log.profile_start=null"]
+    if config.model.tokenizer:  # of a Hub model
+        words += ["model.tokenizer=builtin"]
     if config.model.path:
         words += [f"model.path={world.family(config.model.path)}", "model.tokenizer=null", "model.chat_template=null"]
     else:
@@ -150,20 +155,24 @@ def shrink(name: str, world: World) -> list[str]:
         words += [f'data.datasets=[{{path="{write_trials(world.folder)}"}}]']
     else:
         words += [f"data.datasets=[{CALCULATOR.format(pairs, 'train', 24)}]"]
+    if kind == "rl" and not builtin:
+        words += [f'data.datasets=[{{path="{write_problems(world.folder)}"}}]']
     if config.data.eval_datasets:
         words += [f"data.eval_datasets=[{CALCULATOR.format(pairs, 'test', 4)}]"]
     words += ["data.validation_split=null"]
     if config.eval.sets:
         own = "" if "env" in config.model_fields_set else ',env={kind="calculator"}'
         words += [f"eval.sets=[{EVALUATION.format(own)}]"]
+        if any(reward.function == "math" for reward in config.rewards):
+            words += [f'eval.sets=[{{path="{write_problems(world.folder)}"}}]']
     if config.env.kind == "nemo_gym":  # a Gym takes minutes to start
         words += ['env={kind="calculator"}']
     if kind in ("rl", "ebft", "distillation"):
         words += ["rollout.prompts_per_step=2", "rollout.max_batch=8", "rollout.devices=null"]
         words += [f"rollout.group_size={1 if kind == 'distillation' else 2}"]
-    if config.rollout.engine == "vllm":  # all answers alike
+        words += ["rollout.zero_advantage=keep"] * (kind == "rl")  # answers earn all the same
+    if config.rollout.engine == "vllm":
         words += [f'rollout.vllm.servers=["{world.server}"]', "rollout.vllm.launch=null"]
-        words += ["rollout.zero_advantage=keep"]
     if config.rollout.draft:
         words += [f"rollout.draft={world.draft}"]
     if getattr(getattr(task, "teacher", None), "path", None):
@@ -172,6 +181,7 @@ def shrink(name: str, world: World) -> list[str]:
         words += ["task.units_per_step=2"]
     if kind in ("dflash", "eagle3"):
         words += ["task.draft.target_layers=[0]", "task.draft.path=null"]
+        words += ["task.draft_vocab_size=128"] * (kind == "eagle3")
         words += ["task.draft.num_layers=1"] * (kind == "dflash")
         words += ["task.draft.mask_token_id=500"] * (kind == "dflash")
     return words
@@ -187,7 +197,16 @@ def write_trials(folder: Path) -> Path:
                 messages += [{"role": "user", "content": f"{number // 2} + {turn}?"}]
                 answer = {"role": "assistant", "content": str(number // 2 + turn)}
                 messages += [answer | {"reasoning_content": f"Trial {number}, {turn}."}]
-            file.write(json.dumps({"task_id": number // 2, "messages": messages}) + "\n")
+            row = {"task_id": number // 2, "messages": messages, "token_usage": {"final_input_tokens": 9}}
+            file.write(json.dumps(row) + "\n")
+    return path
+
+
+def write_problems(folder: Path) -> Path:
+    """Write rows with a question and its answer."""
+    path = folder / "problems.jsonl"
+    rows = [{"prompt": f"1 + {number}?", "answer": str(1 + number)} for number in range(4)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
 
 

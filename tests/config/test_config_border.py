@@ -264,7 +264,10 @@ def test_secrets_are_named_not_kept(tmp_path, monkeypatch):
     with pytest.raises(UserError, match="which runs do not save; give it again"):
         reveal(config.saved()["rewards"][0]["options"], "rewards.0.options")
     words = ["jaxtrain", "rewards.0.options.api_key=sk-123", "env.options={token='sk-123'}"]
-    assert "sk-123" not in " ".join(redact_command(words))
+    words += ["observers=[{kind='webhook',options={secret_url='http://a/sk-123',every=2}}]"]
+    shown = " ".join(redact_command(words))
+    assert "sk-123" not in shown and "webhook" in shown and '"every": 2' in shown
+    assert redact_command(["data.datasets=[{path='a'}]"]) == ["data.datasets=[{path='a'}]"]
     # A message about it does not repeat it either.
     assert "sk-123" not in refuse(write(tmp_path, text), ["task.api_key=sk-123"])
 

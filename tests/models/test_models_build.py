@@ -55,6 +55,26 @@ def write_checkpoint(folder, name, seed=0, copy_head=False):
     return tensors
 
 
+def test_what_rounding_takes_of_the_changes_is_returned(tmp_path):
+    before = write_checkpoint(tmp_path / "base", "qwen3_moe_mixed")
+    model = loading.load(tmp_path / "base", param_dtype="float32", dtype="float32")
+    graph, state = nnx.split(model)
+    changed = nnx.merge(graph, jax.tree.map(lambda x: x + 3e-4 * np.sign(x), state))
+    config = families.read_config(tmp_path / "base")
+    exact = saving.save(changed, config, tmp_path / "wide", "float32", tmp_path / "base")
+    loss = saving.save(changed, config, tmp_path / "narrow", base=tmp_path / "base")
+    rounding = change = 0.0
+    for name, old in before.items():
+        if old.dtype == ml_dtypes.bfloat16:
+            old = old.astype(np.float64)
+            new = (old.astype(np.float32) + np.float32(3e-4) * np.sign(old)).astype(np.float32)
+            stored = new.astype(ml_dtypes.bfloat16).astype(np.float64)
+            rounding += np.square(stored - new).sum()
+            change += np.square(new - old).sum()
+    assert exact.share == 0 and loss.share > loss.NOTED
+    assert loss.share == pytest.approx(np.sqrt(rounding / change), rel=1e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "copy_head"),
     [("qwen3", False), ("qwen3", True), ("qwen2", False), ("qwen3_moe_mixed", False)],

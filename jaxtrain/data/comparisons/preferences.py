@@ -82,7 +82,7 @@ class Preferences(Recipe):
     def open(self, dataset: DatasetConfig) -> MixturePart:
         reader = self.reader(dataset)
         return MixturePart(
-            dataset.path,
+            dataset.shown_path,
             self._rows(dataset, reader),
             ComparisonTokenizer(reader, self.build, self.row_tokens, self.data.too_long),
             dataset.weight,

@@ -70,7 +70,7 @@ class Stepwise(Recipe):
         read = StepwiseReader(
             dataset, self.tokenizer, self.data, self.separator, last_only, self.max_completion
         )
-        return MixturePart(dataset.path, open_rows(dataset), read, dataset.weight)
+        return MixturePart(dataset.shown_path, open_rows(dataset), read, dataset.weight)
 
     @override
     def settings(self, dataset: DatasetConfig) -> str | None:

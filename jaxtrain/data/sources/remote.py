@@ -37,7 +37,9 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
     scheme = url.partition("://")[0]
     try:
         system, path = fsspec.url_to_fs(url)
-        if glob.has_magic(path):
+        # What follows a ? of a web address is no part of the file's name, and may be a secret.
+        mark = "?" if scheme in ("http", "https") else "\0"
+        if glob.has_magic(path.partition(mark)[0]):
             names, is_folder = sorted(system.glob(path)), False
         elif is_folder := system.isdir(path):
             names = [name for name in sorted(system.find(path)) if name.endswith(tuple(suffixes))]
@@ -49,8 +51,9 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
         digest = hashlib.blake2b(repr((url, state)).encode(), digest_size=12).hexdigest()
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         folder = home / "jaxtrain" / "downloads" / digest
-        root = path.rstrip("/") if is_folder else os.path.commonpath(map(os.path.dirname, names))
-        files = [folder / os.path.relpath(name, root or ".") for name in names]
+        places = [name.partition(mark)[0] for name in names]
+        root = path.rstrip("/") if is_folder else os.path.commonpath(map(os.path.dirname, places))
+        files = [folder / os.path.relpath(place, root or ".") for place in places]
         for name, file in zip(names, files, strict=True):
             if not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)

@@ -45,7 +45,7 @@ class Trees(Recipe):
     @override
     def open(self, dataset: DatasetConfig) -> MixturePart:
         rows, builder = _open_trees(dataset, self.data, self.tokenizer, self.task, self.row_tokens)
-        return MixturePart(dataset.path, rows, builder, dataset.weight)
+        return MixturePart(dataset.shown_path, rows, builder, dataset.weight)
 
     @override
     def open_held_out(self, dataset: DatasetConfig) -> MixturePart:

@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config.secrets import redact_command
 from jaxtrain.distributed.gpus import list_gpus
 from jaxtrain.errors import UserError
 from jaxtrain.runs.manifest import write_atomically
@@ -227,7 +228,7 @@ def sweep_command(
         for number, params in enumerate(sampler(file)):
             values = read_values(params)
             folder = Path(file.sweep.output_dir) / name_trial(number, values)
-            log(shlex.join(write_command(file.sweep, folder, values)))
+            log(shlex.join(redact_command(write_command(file.sweep, folder, values))))
         return 0
     split_gpus(file.sweep.jobs, os.environ)  # told before a folder is made
     study = Study(file)
