@@ -125,6 +125,34 @@ def draw_sft_gsm8k() -> Figure:
     return figure
 
 
+def draw_smollm2() -> Figure:
+    """Recipes of configs/real on one H100: losses, GSM8K's accuracy and accepted tokens."""
+    lines = [json.loads(line) for line in (RESULTS / "smollm2_h100.jsonl").read_text().splitlines()]
+
+    def select(run: str, key: str) -> np.ndarray:
+        return np.array([(x["step"], x[key]) for x in lines if x["run"] == run and key in x]).T
+
+    panels = {
+        "held-out loss": ("eval/loss", {"sft": "all weights", "lora": "LoRA"}),
+        "GSM8K right, greedy, of 1,319": (
+            "eval/gsm8k/avg@1",
+            {"sft": "all weights", "lora": "LoRA", "grpo": "GRPO after it"},
+        ),
+        "accepted tokens a pass, held out": (
+            "eval/accept_len",
+            {"dflash": "DFlash", "eagle3": "Eagle3"},
+        ),
+        "training loss": ("loss", {"sft": "all weights", "lora": "LoRA"}),
+    }
+    figure = open_figure(7.2, 4.6)
+    for axes, (title, (key, runs)) in zip(figure.subplots(2, 2).flat, panels.items(), strict=True):
+        for (run, label), color in zip(runs.items(), (BLUE, ORANGE, GREEN), strict=False):
+            axes.plot(*select(run, key), "o-", markersize=3, color=color, label=label)
+        axes.set(title=title, xlabel="step")
+        axes.legend()
+    return figure
+
+
 def draw_sft_speed() -> Figure:
     """Tokens a second of the 0.6B shape with and without kernels, LoRA and recomputation."""
     runs = {
@@ -309,6 +337,7 @@ PICTURES = {
     "rl_rounds": draw_rounds,
     "rl_calculator": draw_rl_calculator,
     "sft_gsm8k": draw_sft_gsm8k,
+    "smollm2": draw_smollm2,
     "sft_speed": draw_sft_speed,
     "kernel_parity": draw_kernel_parity,
     "fp8_loss": draw_fp8_loss,
