@@ -93,6 +93,8 @@ def _redact_word(key: str, equals: str, value: str) -> str:
     parts = key.split(".")
     if equals and hides(parts):
         return f"{key}={value if REFERENCE.match(value) else HIDDEN}"
+    if equals and parts[-1] == "options":  # of code from outside, whose names may be any
+        return f"{key}={HIDDEN}"
     if not (equals and "{" in value):
         return redact_text(f"{key}{equals}{value}")
     try:

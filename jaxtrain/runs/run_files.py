@@ -284,7 +284,10 @@ def replace_folder(folder: Path) -> Iterator[Path]:
             os.replace(unfinished, folder)
             remove(retired)
     except OSError as error:
-        raise UserError(f"cannot write the model to {folder}: {error.strerror or error}") from None
+        raise UserError(
+            f"cannot write the model to {folder}: {error.strerror or error}; verbs take another"
+            " place with --output, runs with run.output_dir"
+        ) from None
     finally:
         if unfinished is not None:
             with contextlib.suppress(OSError):
@@ -356,18 +359,27 @@ def open_output(path: Path, key: str = "--output") -> Iterator[IO[bytes]]:
         finally:
             unfinished.unlink(missing_ok=True)
     except OSError as error:
-        raise UserError(f"{key} {path} cannot be written: {error.strerror or error}") from None
+        raise UserError(
+            f"{key} {path} cannot be written: {error.strerror or error}; name another place with"
+            f" {key}"
+        ) from None
 
 
 def record_output(target: Path) -> None:
     """Record that a model or curves will be written to `target`, if that is a run's standard path
-    for them."""
+    for them; UserError if the run cannot be written."""
     target = Path(os.path.abspath(target))
     if (
         target.name in (*OUTPUTS, "curves.png", "report.html")
         and read_names(target.parent) is not None
     ):
-        claim_names(target.parent, [target.name], "--output")
+        try:
+            claim_names(target.parent, [target.name], "--output")
+        except OSError as error:
+            raise UserError(
+                f"{target.parent} cannot be written: {error.strerror or error}; name another place"
+                " with --output"
+            ) from None
 
 
 def describe(folder: Path) -> str:

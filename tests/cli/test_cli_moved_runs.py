@@ -10,6 +10,7 @@ import pytest
 
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.main import main
+from tests.rights import read_only
 from tests.toy_run import MODEL
 
 CONFIG = f"""
@@ -200,26 +201,26 @@ def test_lost_checkpoints_are_noticed(moved, capsys):
     assert start(moved, "full", "run.overwrite=true", "run.max_steps=1") == 0
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_run_is_used(moved, tmp_path):
-    check_read_only(moved / "full", tmp_path)
-
-
-def check_read_only(folder: Path, outputs: Path) -> None:
-    """Use every verb on a run that cannot be written."""
-    for path in [folder, *folder.rglob("*")]:
-        path.chmod(0o555 if path.is_dir() else 0o444)
+def test_a_read_only_run_is_used(moved, tmp_path, capsys):
+    folder, outputs = moved / "full", tmp_path
     before = list_files(folder)
     sets = ("eval.sets.0.path=builtin:calculator", "eval.sets.0.options={num_rows=2}")
     sets += ("eval.sets.0.env.kind=calculator",)
-    assert run("quantize", folder, "--scheme", "int8", "--output", outputs / "q") == 0
-    assert run("eval", folder, *sets, "--output", outputs / "e") == 0
-    assert run("export", folder, "--output", outputs / "x") == 0
-    assert run("quantize", folder, "--scheme", "int8") == 2
-    assert run("eval", folder, *sets) == 2
-    assert list_files(folder) == before
-    for path in [folder, *folder.rglob("*")]:
-        path.chmod(0o755 if path.is_dir() else 0o644)
+    with read_only(folder):
+        assert run("quantize", folder, "--scheme", "int8", "--output", outputs / "q") == 0
+        assert run("eval", folder, *sets, "--output", outputs / "e") == 0
+        assert run("export", folder, "--output", outputs / "x") == 0
+        assert run("report", folder, "--output", outputs / "r.html") == 0
+        assert run("generate", folder, "--prompt", "1 + 1?") == 0
+        capsys.readouterr()
+        writing = [("quantize", "--scheme", "int8"), ("eval", *sets), ("export",), ("report",)]
+        for verb, *words in writing:
+            assert run(verb, folder, *words) == 2
+            error = capsys.readouterr().err
+            assert "Permission denied" in error and "--output" in error
+        assert start(moved, "full", "run.max_steps=3") == 2
+        assert "full' cannot be used: Permission denied" in capsys.readouterr().err
+        assert list_files(folder) == before
 
 
 def test_eval_output_is_whole_and_elsewhere(moved, tmp_path, capsys):

@@ -25,6 +25,7 @@ from jaxtrain.runs.run_files import (
     put_back,
     replace_folder,
 )
+from tests.rights import read_only
 
 REPO = Path(__file__).parents[2]
 
@@ -347,12 +348,8 @@ def test_folders_that_cannot_be_used_are_named(tmp_path):
 
 
 def test_a_folder_without_write_permission_is_named(tmp_path):
-    if os.geteuid() == 0:
-        pytest.skip("root may write everywhere")
-    tmp_path.chmod(0o500)
-    with pytest.raises(UserError, match="Permission denied"):
+    with read_only(tmp_path), pytest.raises(UserError, match="Permission denied"):
         open_run(tmp_path / "run")
-    tmp_path.chmod(0o700)
 
 
 def test_a_broken_saved_config_is_named(tmp_path):
