@@ -38,6 +38,7 @@ SIZES = {
 }
 CALCULATOR = '{{path="builtin:{}",split="{}",options={{num_rows={},follow_up=0.0}}}}'
 EVALUATION = '{{path="builtin:calculator",options={{num_rows=2}}{}}}'
+USAGE = {"final_input_tokens": 9, "final_output_tokens": 9}
 PAIRS = ("preference", "reward_model")
 FAMILIES = {
     "gpt-oss": {
@@ -155,7 +156,8 @@ def shrink(name: str, world: World) -> list[str]:
         words += [f'data.datasets=[{{path="{write_trials(world.folder)}"}}]']
     else:
         words += [f"data.datasets=[{CALCULATOR.format(pairs, 'train', 24)}]"]
-    if kind == "rl" and not builtin:
+    judged = any(reward.function == "math" for reward in config.rewards)
+    if kind == "rl" and judged:
         words += [f'data.datasets=[{{path="{write_problems(world.folder)}"}}]']
     if config.data.eval_datasets:
         words += [f"data.eval_datasets=[{CALCULATOR.format(pairs, 'test', 4)}]"]
@@ -163,7 +165,7 @@ def shrink(name: str, world: World) -> list[str]:
     if config.eval.sets:
         own = "" if "env" in config.model_fields_set else ',env={kind="calculator"}'
         words += [f"eval.sets=[{EVALUATION.format(own)}]"]
-        if any(reward.function == "math" for reward in config.rewards):
+        if judged:
             words += [f'eval.sets=[{{path="{write_problems(world.folder)}"}}]']
     if config.env.kind == "nemo_gym":  # a Gym takes minutes to start
         words += ['env={kind="calculator"}']
@@ -197,7 +199,7 @@ def write_trials(folder: Path) -> Path:
                 messages += [{"role": "user", "content": f"{number // 2} + {turn}?"}]
                 answer = {"role": "assistant", "content": str(number // 2 + turn)}
                 messages += [answer | {"reasoning_content": f"Trial {number}, {turn}."}]
-            row = {"task_id": number // 2, "messages": messages, "token_usage": {"final_input_tokens": 9}}
+            row = {"task_id": number // 2, "messages": messages, "token_usage": USAGE}
             file.write(json.dumps(row) + "\n")
     return path
 
