@@ -50,7 +50,6 @@ SLOW_SECONDS = 10.0
 """After so long an import is named, and again whenever that time has doubled."""
 
 
-
 def find(
     group: str,
     name: str,

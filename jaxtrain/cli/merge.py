@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from jaxtrain.adapters.merge import MergeReport
 
 
-
 def run_merge(argv: list[str]) -> None:
     """Fold an adapter into the weights of its base: a full Hugging Face model folder."""
     parser = Parser("jaxtrain merge", description=run_merge.__doc__)

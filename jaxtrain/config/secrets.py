@@ -85,7 +85,7 @@ def redact(value: Any, secret: bool = False, *, references: bool = False) -> Any
 
 
 def redact_command(words: Sequence[str]) -> list[str]:
-    """Return a command line with HIDDEN for what overrides set secret options to, in tables, too."""
+    """Return a command line with HIDDEN for secret options of overrides, in tables, too."""
     return [_redact_word(*word.partition("=")) for word in words]
 
 

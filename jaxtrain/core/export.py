@@ -42,8 +42,8 @@ def export_model(
             if loss.share >= loss.NOTED:
                 print(
                     f"warning: {folder}: rounding to {dtype or 'the dtypes of the base'} moved the"
-                    f" tensors by {loss.share:.0%} of what training changed (root mean squares); keep it with"
-                    " jaxtrain export --dtype float32"
+                    f" tensors by {loss.share:.0%} of what training changed (root mean squares);"
+                    " keep it with jaxtrain export --dtype float32"
                 )
             if writes and bundle.architecture.score is None:
                 write_generation(unfinished, bundle.folder, find_ends(bundle.tokenizer))

@@ -110,15 +110,18 @@ def probe_samples(
     dropped = {reason: len(origins) for reason, origins in example.items()}
     firsts = {reason: origins[0] for reason, origins in example.items()}
     advise = lambda reason: _advise(reason, dataset, data)  # noqa: E731
-    check_usable(f"{dataset.shown_path} (format {name})", usable, len(picked), dropped, firsts, advise)
-    num_rows = len(rows) if hasattr(rows, "__len__") else None
-    line = (
-        f"{dataset.shown_path}: {describe_size(num_rows)}, format {name}, columns {join_columns(columns)}"
+    check_usable(
+        f"{dataset.shown_path} (format {name})", usable, len(picked), dropped, firsts, advise
     )
+    num_rows = len(rows) if hasattr(rows, "__len__") else None
+    size = describe_size(num_rows)
+    line = f"{dataset.shown_path}: {size}, format {name}, columns {join_columns(columns)}"
     note = describe_counts(counts, data.sequence_len, describe_controls([dataset]))
     summary = f"{line}\n  first look: {note}" if note else line
     unread = describe_unread(counts, read_elsewhere)
-    return Probe(dataset.shown_path, num_rows, tuple(samples), summary, dropped, name, columns, unread)
+    return Probe(
+        dataset.shown_path, num_rows, tuple(samples), summary, dropped, name, columns, unread
+    )
 
 
 def _advise(reason: str, dataset: DatasetConfig, data: DataConfig) -> str:

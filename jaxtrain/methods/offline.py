@@ -147,7 +147,9 @@ class OfflineData:
             line = line or f"{counts['trees']:,} examples, none dropped"
             line = "; ".join(filter(None, (line, describe_unread(counts))))
             side = " (held out)" if dataset.part == "held_out" else ""
-            console.print(f"{dataset.shown_path}{side}, {rows}: {line}", markup=False, soft_wrap=True)
+            console.print(
+                f"{dataset.shown_path}{side}, {rows}: {line}", markup=False, soft_wrap=True
+            )
 
     def show_packing(self, console: Console, num_batches: int = 20) -> None:
         """Print how full the rows of the first batches are."""

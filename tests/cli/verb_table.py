@@ -15,8 +15,8 @@ import os
 import shutil
 import sys
 import time
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from safetensors import safe_open
@@ -24,7 +24,6 @@ from safetensors import safe_open
 from jaxtrain.config import load_config
 from jaxtrain.config.bundled import list_recipes
 from jaxtrain.main import main
-
 from tests.generation.fake_vllm import FakeVllm
 
 SIZES = {
@@ -145,7 +144,11 @@ def shrink(name: str, world: World) -> list[str]:
     if config.model.tokenizer:  # of a Hub model
         words += ["model.tokenizer=builtin"]
     if config.model.path:
-        words += [f"model.path={world.family(config.model.path)}", "model.tokenizer=null", "model.chat_template=null"]
+        words += [
+            f"model.path={world.family(config.model.path)}",
+            "model.tokenizer=null",
+            "model.chat_template=null",
+        ]
     else:
         words += [f"model.architecture.{key}={value}" for key, value in SIZES.items()]
     builtin = all(d.path.startswith("builtin:") for d in config.data.datasets)
@@ -247,9 +250,11 @@ def list_cells(train: Sequence[object], world: World, run: Path) -> dict[str, li
     }
 
 
-def fill_row(name: str, world: World, *more: str) -> dict[str, str]:
-    """Train a config, with `more` overrides, and run every verb on it; return {verb: what came of
-    it}."""
+def fill_row(
+    name: str, world: World, *more: str, verbs: Collection[str] | None = None
+) -> dict[str, str]:
+    """Train a config, with `more` overrides, and run every verb on it, or these alone; return
+    {verb: what came of it}."""
     run = world.folder / name.replace("/", "_")
     for old in (run, run.with_name(f"{run.name}-out")):
         shutil.rmtree(old, ignore_errors=True)
@@ -257,7 +262,8 @@ def fill_row(name: str, world: World, *more: str) -> dict[str, str]:
     row = {"train": world.call(*train)}
     if row["train"] == "ok":
         for verb, words in list_cells(train, world, run).items():
-            row[verb] = world.call(*words)
+            if verbs is None or verb in verbs:
+                row[verb] = world.call(*words)
     return row
 
 

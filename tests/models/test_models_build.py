@@ -64,7 +64,7 @@ def test_what_rounding_takes_of_the_changes_is_returned(tmp_path):
     exact = saving.save(changed, config, tmp_path / "wide", "float32", tmp_path / "base")
     loss = saving.save(changed, config, tmp_path / "narrow", base=tmp_path / "base")
     rounding = change = 0.0
-    for name, old in before.items():
+    for old in before.values():
         if old.dtype == ml_dtypes.bfloat16:
             old = old.astype(np.float64)
             new = (old.astype(np.float32) + np.float32(3e-4) * np.sign(old)).astype(np.float32)

@@ -80,7 +80,9 @@ def test_an_import_that_stands_still_is_named_again_and_may_take_its_time(
     tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr("jaxtrain.plugins.SLOW_SECONDS", 0.05)
-    (tmp_path / "slow.py").write_text("import threading\n\nthreading.Event().wait(1)\nSink = dict\n")
+    (tmp_path / "slow.py").write_text(
+        "import threading\n\nthreading.Event().wait(1)\nSink = dict\n"
+    )
     name = f"{tmp_path}/slow.py:Sink"
     assert plugins.find("sinks", name, {}, key="log.sinks") is dict
     first, second, *_ = capsys.readouterr().err.splitlines()
