@@ -55,13 +55,18 @@ def test_alpha_stretches_the_base_where_a_family_knows_it():
         frequencies(4, rope)
 
 
-def test_a_share_that_no_family_reads_or_that_is_odd_is_refused():
+def test_shares_that_no_family_reads_or_that_are_odd():
+    """Of an odd number of dims transformers rotates whole pairs, with frequencies of that number,
+    if nothing scales them."""
     assert "partial_rotary_factor" not in set().union(*OPTIONAL.values())
     rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     with pytest.raises(UserError, match="partial_rotary_factor"):
         frequencies(8, rope)
+    actual, _ = frequencies(6, rope, ("partial_rotary_factor",))
+    np.testing.assert_allclose(actual, [1.0, 100 ** (-2 / 3)], rtol=1e-12)
+    scaled = {**rope, "rope_type": "linear", "factor": 2.0}
     with pytest.raises(UserError, match="gives 3 dims"):
-        frequencies(6, rope, ("partial_rotary_factor",))
+        frequencies(6, scaled, ("partial_rotary_factor",))
 
 
 def test_adjacent_pairs_are_complex_numbers():
