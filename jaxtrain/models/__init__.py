@@ -11,7 +11,6 @@ ARCHITECTURES = {
     "ArceeForCausalLM": "jaxtrain.models.arcee",
     "Cohere2ForCausalLM": "jaxtrain.models.cohere2",
     "CohereForCausalLM": "jaxtrain.models.cohere",
-    "CwmForCausalLM": "jaxtrain.models.cwm",
     "DeepseekV2ForCausalLM": "jaxtrain.models.deepseek_v2",
     "DeepseekV32ForCausalLM": "jaxtrain.models.deepseek_v32",
     "DeepseekV3ForCausalLM": "jaxtrain.models.deepseek_v3",

@@ -81,7 +81,6 @@ def attention_block(
     attention: type[Attention] = Attention,
     norms: Collection[str] = PRE_NORMS,
     parallel: bool = False,
-    residual_scale: float = 1.0,
     **choices: Any,
 ) -> Block:
     """Build a block of attention and an MLP with the norms `norms` (see `block_of`); choices:
@@ -100,15 +99,7 @@ def attention_block(
         ),
         init=init,
     )
-    return block_of(
-        config,
-        init,
-        mixer,
-        make_mlp,
-        norms=norms,
-        parallel=parallel,
-        residual_scale=residual_scale,
-    )
+    return block_of(config, init, mixer, make_mlp, norms=norms, parallel=parallel)
 
 
 def block_of(

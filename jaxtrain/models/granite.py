@@ -50,17 +50,18 @@ def granite_block(
     **choices: Any,
 ) -> Block:
     """Attention and what stands behind it; choices: further ones of `attention_block`."""
-    return attention_block(
+    block = attention_block(
         config,
         options,
         rngs,
         qkv_bias=config.attention_bias,
         out_bias=config.attention_bias,
         scale=config.attention_multiplier,
-        residual_scale=config.residual_multiplier,
         make_mlp=make_mlp,
         **choices,
     )
+    block.residual_scale = config.residual_multiplier
+    return block
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -28,14 +28,6 @@ FAMILIES = {
         "mlp_bias": True,
         **QUARTERS,
     },
-    "cwm": {
-        "model_type": "cwm",
-        "head_dim": 12,
-        "sliding_window": 7,
-        "layer_types": WINDOWS,
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
-        **EPS,
-    },
     "ministral": {
         "model_type": "ministral",
         "head_dim": 12,
