@@ -149,7 +149,7 @@ def test_a_flat_config_beside_long_names(tmp_path):
         ({"attn_output_gate": False}, "attn_output_gate=false is not supported; only true is"),
         ({"mamba_ssm_dtype": "bfloat16"}, 'mamba_ssm_dtype=.*only "float32" is'),
         ({"attention_bias": True}, "attention_bias=true is not supported"),
-        ({"partial_rotary_factor": 0.2}, "gives 3 dims to rotate"),
+        ({"partial_rotary_factor": 1.5}, "gives 24 dims to rotate"),
         ({"text_config": 7}, "text_config is .*; it is an object"),
         ({"text_config": {"model_type": "qwen3"}}, "text_config.model_type='qwen3'"),
         (
