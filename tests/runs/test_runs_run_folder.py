@@ -18,13 +18,7 @@ from jaxtrain.huggingface.packed import fingerprint
 from jaxtrain.huggingface.safetensors import write_folder
 from jaxtrain.runs.folder import RunFolder, cut_lines, find_changes, list_names
 from jaxtrain.runs.records import flatten
-from jaxtrain.runs.run_files import (
-    SET_ASIDE,
-    claim_names,
-    list_own,
-    put_back,
-    replace_folder,
-)
+from jaxtrain.runs.run_files import SET_ASIDE, claim_names, list_own, put_back, replace_folder
 from tests.rights import read_only
 
 REPO = Path(__file__).parents[2]
