@@ -143,14 +143,15 @@ def compile_step(step, state, batch, frozen=None, options=None):
     Returns (what makes the step, its largest program). Of several microsteps the programs of the
     step itself are compiled at its first call; the one that is returned is a copy of the largest.
     """
-    frozen = frozen or {}
-    if batch.tokens.shape[0] == 1:
-        program = step.single.lower(state, batch, frozen).compile(compiler_options=options)
+    if batch.tokens.shape[0] == 1:  # called with what it is lowered with: frozen, if there is any
+        arguments = (state, batch) if frozen is None else (state, batch, frozen)
+        program = step.single.lower(*arguments).compile(compiler_options=options)
         return program, program
     from jaxtrain.core.step import take_micro
 
     assert not options, "compiler options: for steps of one microstep"
     micro = take_micro(batch._replace(denoms={}), 0)
+    frozen = frozen or {}
     start, add_micro = step.open(state.params, frozen, micro, state.step)
     return step, add_micro.lower(start(), state.params, frozen, micro, state.step).compile()
 

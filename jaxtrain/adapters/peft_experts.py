@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.adapters.spec import Linears
+from jaxtrain.adapters.spec import ROUTER, Linears
 from jaxtrain.huggingface.ops import (
     SplitPiece,
     SplitRows,
@@ -83,7 +83,8 @@ def find_wrapped(config: DecoderConfig, linears: Linears) -> dict[str, WrappedEx
     for path, linear in linears.items():
         owner, _, part = path.rpartition(".")
         op = entries[f"{path}.kernel"]
-        if not owner.endswith(".experts") or not isinstance(op, StackedOps):
+        of_experts = owner.endswith(".experts") and linear.preset != ROUTER
+        if not of_experts or not isinstance(op, StackedOps):
             continue
         _, num_experts, _, outputs = linear.shape
         gated = f"{owner}.gate" in linears

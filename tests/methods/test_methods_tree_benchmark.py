@@ -16,7 +16,11 @@ def benchmark():
     spec = importlib.util.spec_from_file_location("tree_vs_flat", PATH)
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # dataclasses look their module up
-    spec.loader.exec_module(module)
+    sys.path.insert(0, str(PATH.parent))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.remove(str(PATH.parent))
     yield module
     del sys.modules[spec.name]
 
