@@ -19,7 +19,7 @@ import numpy as np
 
 from jaxtrain.adapters.nf4 import TensorPart, find_absmax, restore_absmax
 from jaxtrain.adapters.peft_experts import find_wrapped, innermost
-from jaxtrain.adapters.spec import ROUTER, find_linears
+from jaxtrain.adapters.spec import find_linears
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import (
     Fetch,
@@ -41,9 +41,7 @@ RECENT = 4  # tensors whose magnitudes are kept: a folder has those of a layer a
 def find_tensors(config: DecoderConfig) -> dict[str, TensorPart]:
     """Return {path of a Linear that is only a part of its tensor: that part}. Raises UserError if
     blocks span several outputs."""
-    linears = {
-        path: linear for path, linear in find_linears(config).items() if linear.preset != ROUTER
-    }
+    linears = find_linears(config)
     wrapped = find_wrapped(config, linears)
     ops = {entry.param: entry.op for entry in family(config).names(config)}
     parts_by_path = {}

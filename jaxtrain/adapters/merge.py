@@ -21,7 +21,7 @@ from jaxtrain.adapters.nf4 import round_trip_with_absmax
 from jaxtrain.adapters.peft import find_pairs
 from jaxtrain.adapters.peft_experts import innermost
 from jaxtrain.adapters.peft_folder import BELOW, PREFIX, ROWS, SUFFIX, PeftFolder, open_peft
-from jaxtrain.adapters.spec import LoRASpec, find_linears
+from jaxtrain.adapters.spec import LoRASpec, find_adaptable
 from jaxtrain.adapters.storage import find_stored, round_trip, store_kernels
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import hf_defaults
@@ -414,7 +414,7 @@ def find_expert_corrections(
 ) -> dict[str, ExpertCorrection]:
     """Return the changes by pairs for all experts of a layer; mismatches are appended to
     `problems`."""
-    linears = find_linears(config)
+    linears = find_adaptable(config)
     wrapped, targets, unmatched = find_pairs(peft, config, linears)
     problems += [f"the base has no experts for {spell(module)}" for module in sorted(unmatched)]
     ops = {entry.param: entry.op for entry in families.family(config).names(config)}

@@ -41,7 +41,14 @@ from jaxtrain.adapters.peft_folder import (
     PeftFolder,
     open_peft,
 )
-from jaxtrain.adapters.spec import ROUTER, Adapter, Linears, choose_layers, find_linears
+from jaxtrain.adapters.spec import (
+    ROUTER,
+    Adapter,
+    Linears,
+    choose_layers,
+    find_adaptable,
+    find_linears,
+)
 from jaxtrain.distributed.feed import to_host
 from jaxtrain.distributed.mesh import is_main_process, sync_processes
 from jaxtrain.errors import UserError
@@ -239,7 +246,7 @@ def write_gathered(
         for path, experts in wrapped.items()
         if not experts.alone
     }
-    linears = find_linears(config)
+    linears = find_adaptable(config)
     for path, slot in adapter.slots.items():
         if linears[path].preset == ROUTER and is_parameter(name := linears[path].modules[0]):
             modules = [linears[path].modules[layer] for layer in slot.layers or ()]
@@ -282,7 +289,7 @@ def join_slots(config: DecoderConfig, adapter: Adapter) -> Adapter:
 
 def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -> Adapter:
     """Describe an existing adapter of a model. Raises UserError if it does not fit."""
-    linears = find_linears(config)
+    linears = find_adaptable(config)
     peft = open_peft(folder).called_as(module_names(linears))
     modules, slots = peft.modules(), {}
     wrapped, targets, unmatched = find_pairs(peft, config, linears)
@@ -380,7 +387,7 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
     """The trained parameters of adapter.source, as shapes (with shardings) ask."""
     assert adapter.source is not None, "an adapter that starts from a folder"
     file = adapter.source / WEIGHTS
-    peft = open_peft(adapter.source).called_as(module_names(find_linears(config)))
+    peft = open_peft(adapter.source).called_as(module_names(find_adaptable(config)))
     params: dict[str, Any] = {}
     files = peft.files
     check = FiniteCheck(files)

@@ -24,7 +24,7 @@ EXPRESSION = re.compile(r"[()|+^$\\{}]|^\.\*")
 
 
 class AdaptableLinear(NamedTuple):
-    """A Linear that may get an adapter."""
+    """A Linear or a router, which may get an adapter."""
 
     preset: str | None
     """Name of its group in the layer: attention, mlp, ...; of a router ROUTER."""
@@ -90,7 +90,13 @@ class Adapter:
 
 
 def find_linears(config: DecoderConfig) -> Linears:
-    """Return the Linears and routers of an architecture by path."""
+    """Return the Linears of an architecture by path."""
+    adaptable = find_adaptable(config)
+    return {path: linear for path, linear in adaptable.items() if linear.preset != ROUTER}
+
+
+def find_adaptable(config: DecoderConfig) -> Linears:
+    """Return the Linears and routers of an architecture by path: what may get an adapter."""
     entries = {entry.param: entry for entry in families.family(config).names(config)}
     nodes = dict(nnx.iter_graph(build.abstract(config)))
     linears = {}

@@ -159,7 +159,7 @@ def plain_folder(args: argparse.Namespace, trained: Trained | None, beside: Path
 def choose_matrices(folder: Path, family: str | None = None) -> set[str]:
     """The tensors of a folder that are quantized: matrices of attention, MLPs and experts. family:
     as model.family. UserError for a family that vLLM could not load so."""
-    from jaxtrain.adapters.spec import ROUTER, find_linears
+    from jaxtrain.adapters.spec import find_linears
     from jaxtrain.huggingface.files import read_object
     from jaxtrain.huggingface.quantize import require_plain
     from jaxtrain.models import DRAFTS, families
@@ -174,7 +174,7 @@ def choose_matrices(folder: Path, family: str | None = None) -> set[str]:
     names = {
         f"{module}.weight" if not module.endswith(".weight") else module
         for linear in find_linears(config).values()
-        if linear.preset not in (None, ROUTER)
+        if linear.preset is not None
         for module in linear.modules
         if not any(fnmatchcase(module, pattern) for pattern in KEPT)
     }

@@ -7,7 +7,7 @@ from typing import Any
 from jaxtrain.adapters.fused import NAME as FUSED
 from jaxtrain.adapters.fused import find_tensors
 from jaxtrain.adapters.peft import adapter_entries, read_adapter
-from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_adaptable
 from jaxtrain.config import AdapterConfig
 from jaxtrain.errors import UserError
 from jaxtrain.models.naming import score_paths
@@ -30,7 +30,7 @@ def make_adapter(
     if section.path is not None:
         return read_folder(section, architecture, new, tables)
     slots = choose_slots(
-        find_linears(architecture),
+        find_adaptable(architecture),
         section.targets(),
         LoRASpec(section.rank, section.alpha, section.rslora, section.kind == "dora"),
         section.rank_pattern,

@@ -14,7 +14,7 @@ from test_adapters_peft_experts import run, theirs
 from jaxtrain.adapters.attach import attach, cut_layers, draw_trained
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import adapter_entries, load_trained, read_adapter, write_peft
-from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_adaptable
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.models import build, families, loading, saving
@@ -54,7 +54,7 @@ def open_adapted(config, adapter, seed=0, scan=True):
 
 
 def choose(config, *target, ranks=None, slot=SLOT):
-    return choose_slots(find_linears(config), target, slot, ranks or {}, {})
+    return choose_slots(find_adaptable(config), target, slot, ranks or {}, {})
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ Each refuses the other's format.
 from collections.abc import Iterable
 
 from jaxtrain.adapters.peft_experts import find_wrapped
-from jaxtrain.adapters.spec import ROUTER, Linears, find_linears
+from jaxtrain.adapters.spec import ROUTER, Linears, find_adaptable
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.distributed import gpus
@@ -48,7 +48,7 @@ def check_adapter(vllm: VllmConfig, bundle: ModelBundle) -> None:
             " adapter.rank_pattern and adapter.alpha_pattern"
         )
     (architecture,) = bundle.architecture.to_hf()["architectures"]
-    linears = find_linears(bundle.architecture)
+    linears = find_adaptable(bundle.architecture)
     check_modules(architecture, linears, adapter.slots)
     if bundle.architecture.experts_per_token is None:
         return
