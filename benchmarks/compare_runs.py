@@ -23,14 +23,14 @@ import orbax.checkpoint as ocp
 
 
 class Drift(NamedTuple):
-    """How far tensors of one kind are apart."""
+    """Distance between the tensors of one kind."""
 
     tensor: str
-    """The one that is furthest apart."""
+    """Name of the tensor that differs most."""
     largest: float
-    """Of it max |a - b| / max |a|."""
+    """max |a - b| / max |a| of that tensor."""
     rms: float
-    """Of all of them the root mean square of a - b over that of a."""
+    """Root mean square of a - b over that of a, of all tensors."""
 
 
 def read_losses(run: Path) -> dict[int, float]:
@@ -50,8 +50,8 @@ def read_arrays(run: Path, step: int) -> dict[str, np.ndarray]:
     folder = (run / "checkpoints" / str(step) / "state").absolute()
     with ocp.PyTreeCheckpointer() as checkpointer:
         tree: Any = checkpointer.metadata(folder).item_metadata.tree
-        one = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-        shapes = jax.tree.map(lambda _: ocp.ArrayRestoreArgs(sharding=one), tree)
+        placed = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        shapes = jax.tree.map(lambda _: ocp.ArrayRestoreArgs(sharding=placed), tree)
         arrays = checkpointer.restore(folder, ocp.args.PyTreeRestore(restore_args=shapes))
     leaves = jax.tree_util.tree_leaves_with_path(arrays)
     names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in leaves]

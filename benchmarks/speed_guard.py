@@ -1,7 +1,7 @@
 """Speed against the PyTorch peer, held against what was measured before.
 
-python benchmarks/train_step.py --layers unroll --remat none --peer torch --out /tmp/now
-python benchmarks/speed_guard.py /tmp/now.json
+python benchmarks/train_step.py --layers unroll --remat none --peer torch --out now
+python benchmarks/speed_guard.py now.json
 
 A ratio is the peer's time over ours, both of one report: one machine, one day, so that it means the
 same on every card. Of each setting (model, work, dtypes, adapter, rows) the fastest of ours counts.
@@ -45,16 +45,18 @@ def read_ratios(reports: Sequence[Mapping[str, Any]]) -> dict[tuple, float]:
     return ratios
 
 
-def compare(now: Mapping[tuple, float], stored: Mapping[tuple, float]) -> tuple[list[str], bool]:
+def compare(
+    measured: Mapping[tuple, float], stored: Mapping[tuple, float]
+) -> tuple[list[str], bool]:
     """Return (a line for each setting that both have, whether none has lost more than ALLOWED)."""
     lines, fine = [], True
-    for setting in (setting for setting in now if setting in stored):
-        change = now[setting] / stored[setting] - 1
+    for setting in (setting for setting in measured if setting in stored):
+        change = measured[setting] / stored[setting] - 1
         slow = change < -ALLOWED
         fine &= not slow
         name = " ".join(f"{key}={value}" for key, value in zip(SETTING, setting, strict=True))
         lines.append(
-            f"{'SLOWER' if slow else 'ok':<7}{now[setting]:.2f}x the peer's speed, stored"
+            f"{'SLOWER' if slow else 'ok':<7}{measured[setting]:.2f}x the peer's speed, stored"
             f" {stored[setting]:.2f}x ({change:+.1%})  {name}"
         )
     return lines, fine and bool(lines)

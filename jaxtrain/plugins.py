@@ -185,10 +185,10 @@ def _watch(key: str, thread: int, done: threading.Event) -> None:
         frame = sys._current_frames().get(thread)
         if frame is None:
             return
-        place = f"{frame.f_code.co_filename}:{frame.f_lineno}"
+        location = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         seconds = time.monotonic() - start
         print(
-            f"warning: {key}: still being imported after {seconds:.0f} s, at {place}",
+            f"warning: {key}: still being imported after {seconds:.0f} s, at {location}",
             file=sys.stderr,
             flush=True,
         )

@@ -38,16 +38,16 @@ def open_default(model_type: str, architecture: str) -> str | None:
     raw = default.to_dict() | {"architectures": [architecture], "model_type": model_type}
     try:
         config = families.config_from_hf(raw)
-        ours = build.param_count(config)
+        actual = build.param_count(config)
     except UserError as error:
         return " ".join(str(error).split())
-    theirs = sum(
+    expected = sum(
         parameter.numel()
         for name, parameter in model.named_parameters()
         if not name.startswith(config.carries)
     )
-    same = abs(ours - theirs) <= CLOSE * theirs
-    return None if same else f"{ours} parameters; transformers builds {theirs}"
+    same = abs(actual - expected) <= CLOSE * expected
+    return None if same else f"{actual} parameters; transformers builds {expected}"
 
 
 def main() -> int:

@@ -89,8 +89,8 @@ def make_rows() -> list[str]:
         path = f"jaxtrain.models.{module}"
         names = [a for a, family_path in ARCHITECTURES.items() if family_path == path]
         names += [a for (a, _), family_path in TEXTS.items() if family_path == path]
-        asked = [a for a in names if a not in UNASKED]
-        in_vllm = [a for a in asked if a not in NOT_IN_VLLM]
+        checked = [a for a in names if a not in UNASKED]
+        in_vllm = [a for a in checked if a not in NOT_IN_VLLM]
         served_class = "yes" if len(in_vllm) == len(names) else ("some" if in_vllm else "no")
         adapters = "all Linears, experts too" if row["experts"] else "all Linears"
         order = ("fsdp", "tensor", "context", "expert")
@@ -101,7 +101,7 @@ def make_rows() -> list[str]:
             "exact" if row["trees"] else "refused",
             "yes" if row["drafts"] else "without drafts",
             axes,
-            served_class if asked else "not asked",
+            served_class if checked else "not asked",
             describe_served([served[name] for name in row["names"] if name in served]),
             describe_served([adapted[name] for name in row["names"] if name in adapted]),
         ]

@@ -303,8 +303,8 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
         if not any(layer_slots):
             continue
         layers = len(linear.by_layer())
-        each = len(layer_slots) // layers
-        by_layer = [set(layer_slots[i * each : (i + 1) * each]) for i in range(layers)]
+        count = len(layer_slots) // layers
+        by_layer = [set(layer_slots[i * count : (i + 1) * count]) for i in range(layers)]
         adapted = set().union(*by_layer) - {None}
         if len(adapted) > 1 or any(len(slots_of) > 1 for slots_of in by_layer):
             kinds = "several ranks or alphas" if len(adapted) > 1 else "it in some experts only"

@@ -36,9 +36,11 @@ class AdaptableLinear(NamedTuple):
     def by_layer(self) -> list[tuple[str, ...]]:
         """Return the modules of each layer; several for experts with tensors of their own."""
         layers = self.shape[0] if len(self.shape) > 2 else 1
-        each = len(self.modules) // layers
-        assert each * layers == len(self.modules), f"{len(self.modules)} modules of {layers} layers"
-        return [self.modules[i * each : (i + 1) * each] for i in range(layers)]
+        count = len(self.modules) // layers
+        assert count * layers == len(self.modules), (
+            f"{len(self.modules)} modules of {layers} layers"
+        )
+        return [self.modules[i * count : (i + 1) * count] for i in range(layers)]
 
 
 Linears = Mapping[str, AdaptableLinear]

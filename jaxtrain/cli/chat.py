@@ -29,7 +29,7 @@ FIELDS = {"max_new_tokens": "max_tokens"}
 
 
 class Speaker(Protocol):
-    """Whatever continues a conversation."""
+    """Model or server that continues a conversation."""
 
     def answer(self, messages: list[dict[str, Any]]) -> AsyncGenerator[Mapping[str, Any], None]:
         """Yield the chunks of an answer, in OpenAI's form; UserError."""
@@ -78,10 +78,10 @@ def read_sampling(overrides: list[str]) -> dict[str, Any]:
     from jaxtrain.config.load import apply_overrides, validate
 
     table = apply_overrides({}, overrides)
-    if others := sorted(set(table) - {"sampling"}):
-        raise UserError(f"chat: {others[0]} is not for a server; sampling.key=value is")
+    if foreign := sorted(set(table) - {"sampling"}):
+        raise UserError(f"chat: {foreign[0]} is not for a server; sampling.key=value is")
     sampling = validate(SamplingConfig, table.get("sampling", {}), "sampling")
-    return write_fields({name: getattr(sampling, name) for name in sampling.model_fields_set})
+    return write_fields({name: getattr(sampling, name) for name in table.get("sampling", {})})
 
 
 def write_fields(sampling: Mapping[str, Any]) -> dict[str, Any]:
@@ -125,10 +125,10 @@ class ModelSpeaker:
             body = {"messages": messages, **self.fields}
             room = self.form.max_model_len - len(self.form.render(body, lambda name: None)[0])
             body["max_tokens"] = max(1, min(body["max_tokens"], room))
-            asked = self.form.read_chat(body, lambda name: None)
-            writer = ResponseWriter(asked, "1", "model", self.model.version, self.form.decode)
+            request = self.form.read_chat(body, lambda name: None)
+            writer = ResponseWriter(request, "1", "model", self.model.version, self.form.decode)
             totals = {"generation_tokens": 0}
-            async for chunk in Answers(self.form, self.model, asked, writer, totals).chunks():
+            async for chunk in Answers(self.form, self.model, request, writer, totals).chunks():
                 yield chunk
         except RequestRefused as error:
             raise UserError(str(error)) from None

@@ -81,8 +81,8 @@ def read_answers(path: Path, args: argparse.Namespace) -> dict[str, Problems]:
     from jaxtrain.runs.records import read_records
     from jaxtrain.runs.samples import SAMPLES
 
-    places = [path, path / "eval" / SAMPLES, path / SAMPLES]
-    file = next((place for place in places if place.is_file()), None)
+    candidates = [path, path / "eval" / SAMPLES, path / SAMPLES]
+    file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
         raise UserError(f"compare: {path} holds no answers; `jaxtrain eval` writes {SAMPLES}")
     steps: dict[str, float] = {}

@@ -77,7 +77,7 @@ def store_moments(
     """
 
     def pack(state: Any, params: Params, count: jax.Array) -> Any:
-        def one(where: tuple, slot: jax.Array) -> Any:
+        def pack_leaf(where: tuple, slot: jax.Array) -> Any:
             path = _find_owner(where, slot, params)
             if path is None:
                 return slot
@@ -96,16 +96,16 @@ def store_moments(
                 hash_bits(count.astype(jnp.uint32), zlib.crc32(path.encode())),
             )
 
-        return jax.tree_util.tree_map_with_path(one, state)
+        return jax.tree_util.tree_map_with_path(pack_leaf, state)
 
     def unpack(state: Any, params: Params) -> Any:
-        def one(where: tuple, slot: Any) -> Any:
+        def unpack_leaf(where: tuple, slot: Any) -> Any:
             if isinstance(slot, QuantizedBlocks):
                 return dequantize(slot, signed=not _is_second(where), bits=BITS[kind])
             return slot if _find_owner(where, slot, params) is None else slot.astype(jnp.float32)
 
         return jax.tree_util.tree_map_with_path(
-            one, state, is_leaf=lambda slot: isinstance(slot, QuantizedBlocks)
+            unpack_leaf, state, is_leaf=lambda slot: isinstance(slot, QuantizedBlocks)
         )
 
     def init(params: Any) -> StoredState:

@@ -340,10 +340,10 @@ class TrainStep:
             count = jax.ShapeDtypeStruct((), jnp.uint32)
             shapes = jax.eval_shape(self.differentiate, params, frozen, micro, step, count)
             (loss, metrics), _ = shapes
-            like = next(iter(params.values())).sharding
-            everywhere = like
-            if isinstance(like, jax.sharding.NamedSharding):
-                everywhere = jax.sharding.NamedSharding(like.mesh, jax.sharding.PartitionSpec())
+            sample = next(iter(params.values())).sharding
+            everywhere = sample
+            if isinstance(sample, jax.sharding.NamedSharding):
+                everywhere = jax.sharding.NamedSharding(sample.mesh, jax.sharding.PartitionSpec())
 
             def zeros() -> StepSums:
                 return StepSums(

@@ -86,15 +86,15 @@ class TextStream:
             self.opened = False
             if not self.text.lstrip().startswith(OPENED):
                 self.text = f"{OPENED}\n{self.text}"
-        places = []
+        hits = []
         for stop in self.stops:
             # A stop text may have begun in what came before.
-            place = self.text.find(stop, max(0, start - len(stop)))
-            if place >= 0:
-                places.append((place, stop))
-        if places:
-            place, self.stop = min(places)
-            self.text = self.text[:place]
+            position = self.text.find(stop, max(0, start - len(stop)))
+            if position >= 0:
+                hits.append((position, stop))
+        if hits:
+            position, self.stop = min(hits)
+            self.text = self.text[:position]
 
     def _find_safe(self) -> int:
         """Return the number of characters that no later token can take back."""
@@ -104,12 +104,12 @@ class TextStream:
             return 0
         marks = CALL_MARKS.get(self.family, ())
         if self.family and not marks and self._shown == 0:
-            begun = self.text.lstrip()
-            if any(mark.startswith(begun) or begun.startswith(mark) for mark in BARE_CALL):
+            text = self.text.lstrip()
+            if any(mark.startswith(text) or text.startswith(mark) for mark in BARE_CALL):
                 return 0
         for mark in marks:
-            if (place := self.text.find(mark, max(0, self._shown - len(mark)))) >= 0:
-                return place
+            if (position := self.text.find(mark, max(0, self._shown - len(mark)))) >= 0:
+                return position
         held = max((overlap(self.text, mark) for mark in (*marks, *self.stops)), default=0)
         return len(self.text) - held
 

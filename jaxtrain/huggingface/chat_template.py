@@ -85,7 +85,7 @@ def render(
 
 
 class Frame(NamedTuple):
-    """What a template writes around the contents of messages, for all of one shape."""
+    """Texts that a template writes around the contents of messages, for all of one shape."""
 
     texts: tuple[str, ...]
     """Texts between contents, one more than these."""

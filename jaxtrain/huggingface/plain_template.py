@@ -335,8 +335,8 @@ class _Uses:
                 return self._joined(*node.nodes)
             case nodes.CondExpr():
                 self._test(node.test)
-                other: Kind = "other" if node.expr2 is None else self.find_kind(node.expr2)
-                return _join(self.find_kind(node.expr1), other)
+                alternative: Kind = "other" if node.expr2 is None else self.find_kind(node.expr2)
+                return _join(self.find_kind(node.expr1), alternative)
             case nodes.And() | nodes.Or():
                 self._test(node.left)
                 return _join(self.find_kind(node.left), self.find_kind(node.right))

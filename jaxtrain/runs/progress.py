@@ -119,13 +119,13 @@ class Progress:
 
     def _spend(self) -> None:
         """Count the time since the last change of phase for the current one."""
-        now, blocked = self.clock(), self.compiling.blocked
-        elapsed = now - self._since
+        time_now, blocked = self.clock(), self.compiling.blocked
+        elapsed = time_now - self._since
         # Several threads may have compiled at once.
         compiled = min(max(blocked - self._blocked, 0.0), elapsed)
         self._spent[COMPILING] += compiled
         self._spent[self._phases[-1].name] += elapsed - compiled
-        self._since, self._blocked = now, blocked
+        self._since, self._blocked = time_now, blocked
 
 
 class Phase:

@@ -172,12 +172,12 @@ def describe_silent_end(folder: Path, outside: Sequence[str] = ()) -> str:
         beat = json.loads((folder / HEARTBEAT).read_text())
         if beat["state"] != "running":
             return ""
-        place = f"after step {beat['step']:d}, in {shorten(str(beat['phase']), 60)!r}"
+        where = f"after step {beat['step']:d}, in {shorten(str(beat['phase']), 60)!r}"
     except (OSError, ValueError, KeyError, TypeError):
         return ""
     names = f", such as {', '.join(outside)}" if outside else ""
     return escape_control_chars(
-        f"the last attempt ended {place}, without a word: it was killed, by the system if memory"
+        f"the last attempt ended {where}, without a word: it was killed, by the system if memory"
         f" ran out, or code that it called ended the process{names}"
     )
 

@@ -62,7 +62,7 @@ FAMILIES = {
 
 
 class World(NamedTuple):
-    """What configs start from."""
+    """Models and data that configs start from."""
 
     folder: Path
     """transcript.txt is all that commands have shown."""

@@ -32,7 +32,7 @@ def write_texts(count: int = 1500) -> list[str]:
 
 def check_ids(backend: Tokenizer) -> WordEncoder:
     encode = WordEncoder(backend)
-    encode.left = 1  # the tests of borders come with the first long text
+    encode.countdown = 1  # the tests of borders come with the first long text
     for text in write_texts() * 2:
         assert encode(text) == backend.encode(text, add_special_tokens=False).ids, repr(text)
     return encode

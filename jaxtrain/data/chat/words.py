@@ -93,10 +93,10 @@ class WordEncoder:
     """Callable: text -> ids, as the tokenizer gives without the tokens that it adds at the ends."""
 
     def __init__(self, backend: Tokenizer):
-        self.backend, self.left = backend, LONG_TEXTS
+        self.backend, self.countdown = backend, LONG_TEXTS
         self.cuts: tuple[re.Pattern[str], re.Pattern[str]] | None = None
         self.added = re.compile(r"(?!)")
-        self.pieces, self.words = _Memory(self.whole), _Memory(self._word)
+        self.pieces, self.words = _Memory(self.encode_whole), _Memory(self._word)
 
     def __getstate__(self) -> dict[str, Any]:
         return {"backend": self.backend}
@@ -104,22 +104,22 @@ class WordEncoder:
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__init__(**state)
 
-    def whole(self, text: str) -> list[int]:
+    def encode_whole(self, text: str) -> list[int]:
         # The Python wrapper gives the same ids, at several times the cost for a short text.
         return self.backend.encode(text, add_special_tokens=False).ids
 
     def __call__(self, text: str) -> list[int]:
         if len(text) <= MAX_WORD:
             return [*self.pieces[text]]
-        if self.left:
-            self.left -= 1
-            if not self.left:
+        if self.countdown:
+            self.countdown -= 1
+            if not self.countdown:
                 self.cuts = find_cuts(self.backend)
                 contents = self.backend.get_added_tokens_decoder().values()
                 names = [re.escape(token.content) for token in contents]
                 self.added = re.compile("|".join(names) or r"(?!)")
         if self.cuts is None or self.added.search(text):
-            return self.whole(text)
+            return self.encode_whole(text)
         first, *rest = self.cuts[0].split(text)
         words = map(self.words.__getitem__, rest)
         return [*self._cut(first), *itertools.chain.from_iterable(words)]
@@ -169,8 +169,8 @@ def _is_fixed(backend: Tokenizer, border: Border) -> bool:
     sides = functools.cache(encode)
     for i, before in enumerate(befores):
         for j, after in enumerate(afters):  # each pair with two of the ends
-            left = f"{ENDS[(i + j) % len(ENDS)]}{before}{behind}"
-            right = f"{ahead}{after}{ENDS[(i + 2 * j) % len(ENDS)]}"
-            if encode(left + right) != sides(left) + sides(right):
+            first = f"{ENDS[(i + j) % len(ENDS)]}{before}{behind}"
+            second = f"{ahead}{after}{ENDS[(i + 2 * j) % len(ENDS)]}"
+            if encode(first + second) != sides(first) + sides(second):
                 return False
     return True

@@ -51,9 +51,9 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
         digest = hashlib.blake2b(repr((url, state)).encode(), digest_size=12).hexdigest()
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
         folder = home / "jaxtrain" / "downloads" / digest
-        places = [name.partition(mark)[0] for name in names]
-        root = path.rstrip("/") if is_folder else os.path.commonpath(map(os.path.dirname, places))
-        files = [folder / os.path.relpath(place, root or ".") for place in places]
+        parents = [name.partition(mark)[0] for name in names]
+        root = path.rstrip("/") if is_folder else os.path.commonpath(map(os.path.dirname, parents))
+        files = [folder / os.path.relpath(parent, root or ".") for parent in parents]
         for name, file in zip(names, files, strict=True):
             if not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)

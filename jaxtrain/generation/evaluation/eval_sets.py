@@ -66,7 +66,7 @@ class AnsweredProblem:
 
 @dataclass(frozen=True)
 class SetRules:
-    """How often the rows of a set are answered, and what judges the answers."""
+    """Number of answers to each row of a set, and their judges."""
 
     rewards: Rewards
     k: int

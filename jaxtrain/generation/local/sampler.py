@@ -157,7 +157,7 @@ class LocalSampler(Requests):
                 for chunk in call.chunks:
                     for entry in starts[chunk.prompt]:
                         entry.request.routed.append(routed_UCE[chunk.row, : chunk.count])
-            begun = [
+            ended = [
                 (chunk.row, entry)
                 for chunk in call.chunks
                 if chunk.ended
@@ -165,8 +165,8 @@ class LocalSampler(Requests):
             ]
             # Insertions have the block's number of rows, so that they share its few programs.
             R = len(call.filled.length)
-            for start in range(0, len(begun), R):
-                entry = self._pack_entry(begun[start : start + R], R)
+            for start in range(0, len(ended), R):
+                entry = self._pack_entry(ended[start : start + R], R)
                 self._rows = insert(model, self._rows, call.filled, entry, kind)
         for entry in itertools.chain.from_iterable(starts.values()):
             entry.request.next_version = version
@@ -180,17 +180,17 @@ class LocalSampler(Requests):
         # needs slots beyond its limit.
         spare = model.draft.num_drafted if isinstance(model, DraftedModel) else 0
         # Those that wait count, too: rows that are enough for all of them are compiled once.
-        known = [*new, *list(self._waiting)]
+        requests = [*new, *list(self._waiting)]
         needed = RowsSize(
-            min(busy + len(known), self.max_batch),
-            max(len(request.prompt) + request.limit for request in known) + spare,
-            max(len(request.ends) for request in known),
+            min(busy + len(requests), self.max_batch),
+            max(len(request.prompt) + request.limit for request in requests) + spare,
+            max(len(request.ends) for request in requests),
         )
         if self._rows is not None and needed.fits(self._size):
             return
         size = next((size for size in self._sizes if needed.fits(size)), None)
         if size is None:
-            size = self._choose_size(needed, known, spare)
+            size = self._choose_size(needed, requests, spare)
             self._sizes.append(size)
         if self._rows is None:
             self._rows = empty_rows(model, B=size.rows, S=size.slots, E=size.ends)
@@ -200,7 +200,7 @@ class LocalSampler(Requests):
         self._size = size
         self._running += [None] * (size.rows - len(self._running))
 
-    def _choose_size(self, needed: RowsSize, known: Sequence[Request], spare: int) -> RowsSize:
+    def _choose_size(self, needed: RowsSize, requests: Sequence[Request], spare: int) -> RowsSize:
         """Return a size for requests that no earlier one has room for.
 
         Every size compiles `decode_chunk` and `insert` anew, which takes longer than larger rows
@@ -209,8 +209,8 @@ class LocalSampler(Requests):
         longest = round_up(self.max_len + spare)
         E = bucket(needed.ends, ENDS)
         if not self._sizes:
-            prompt = bucket(max(len(request.prompt) for request in known), SLOTS)
-            limit = max(request.limit for request in known)
+            prompt = bucket(max(len(request.prompt) for request in requests), SLOTS)
+            limit = max(request.limit for request in requests)
             S = min(max(needed.slots, prompt + limit + spare), longest)
             return RowsSize(min(bucket(needed.rows, 1), self.max_batch), round_up(S), E)
         _, S, ends = self._sizes[-1]
@@ -218,11 +218,11 @@ class LocalSampler(Requests):
             S = max(round_up(needed.slots), min(2 * S, longest))
         return RowsSize(self.max_batch, S, max(E, ends))
 
-    def _pack_entry(self, begun: Sequence[tuple[int, RowStart]], R: int) -> RowInsert:
+    def _pack_entry(self, started: Sequence[tuple[int, RowStart]], R: int) -> RowInsert:
         """Return the arrays of R rows to be started from rows of a prefill block."""
-        requests = [entry.request for _, entry in begun]
+        requests = [entry.request for _, entry in started]
         # Padding goes to a row beyond the last one, which `insert` drops.
-        padding = R - len(begun)
+        padding = R - len(started)
         samplings = [request.sampling for request in requests]
         ends_RE = np.full((R, self._size.ends), -1, np.int32)
         for index, request in enumerate(requests):
@@ -232,9 +232,9 @@ class LocalSampler(Requests):
             return np.array([*values, *[pad] * padding], np.int64).astype(np.int32)
 
         return RowInsert(
-            row=column((entry.row for _, entry in begun), len(self._running)),
-            source=column((source for source, _ in begun), 0),
-            leader=column((entry.leader for _, entry in begun), 0),
+            row=column((entry.row for _, entry in started), len(self._running)),
+            source=column((source for source, _ in started), 0),
+            leader=column((entry.leader for _, entry in started), 0),
             limit=column((request.limit for request in requests), 0),
             seed=column((request.sampling.seed for request in requests), 0),
             number=column((request.number for request in requests), 0),

@@ -203,18 +203,18 @@ class Answerer:
     async def _answer(self, request: web.Request, read: Callable) -> web.StreamResponse:
         body = await read_json(request)
         model = self._find(body.get("model"))
-        if sum(each.running for each in self.models.values()) >= self.max_waiting:
+        if sum(served.running for served in self.models.values()) >= self.max_waiting:
             raise RequestRefused(503, f"{self.max_waiting:,} requests are being answered")
         # In a thread: a long text takes seconds, and others wait.
-        asked: OpenRequest = await asyncio.to_thread(read, body, self._note)
-        if (asked.logprobs or (asked.echo and asked.logprobs == 0)) and model.score is None:
+        parsed: OpenRequest = await asyncio.to_thread(read, body, self._note)
+        if (parsed.logprobs or (parsed.echo and parsed.logprobs == 0)) and model.score is None:
             refuse("logprobs of likely tokens and of prompts cannot be had from this model")
         async with model.answering() as version:
             number = f"{next(self._numbers)}"
-            writer = ResponseWriter(asked, number, model.name, version, self.form.decode)
-            answers = Answers(self.form, model, asked, writer, self.totals)
-            self.totals["prompt_tokens"] += sum(map(len, asked.prompts))
-            if asked.stream:
+            writer = ResponseWriter(parsed, number, model.name, version, self.form.decode)
+            answers = Answers(self.form, model, parsed, writer, self.totals)
+            self.totals["prompt_tokens"] += sum(map(len, parsed.prompts))
+            if parsed.stream:
                 return await stream(request, answers.chunks())
             response = await answers.response()
             self.totals["request_success"] += 1
@@ -245,14 +245,14 @@ class Answers:
         self,
         form: ServingFormat,
         model: ServedModel,
-        asked: OpenRequest,
+        request: OpenRequest,
         writer: ResponseWriter,
         totals: dict[str, int],
     ):
         """totals: numbers of tokens, which are counted here."""
-        self.form, self.model, self.asked, self.writer = form, model, asked, writer
+        self.form, self.model, self.request, self.writer = form, model, request, writer
         self.totals = totals
-        self.count = len(asked.prompts) * asked.n
+        self.count = len(request.prompts) * request.n
         self.streams = [self._open_stream() for _ in range(self.count)]
 
     async def response(self) -> dict[str, Any]:
@@ -266,7 +266,7 @@ class Answers:
         choices = []
         for index, completion in enumerate(completions):
             text = self.streams[index]
-            _, calls = text.finish(completion.tokens, self.asked.tools)
+            _, calls = text.finish(completion.tokens, self.request.tools)
             scored = await self._score(index, completion)
             shown = self._echo(index) + text.text
             reason = completion.finish_reason
@@ -293,27 +293,27 @@ class Answers:
         tasks = [asyncio.ensure_future(self._draw(i, watch(i))) for i in range(self.count)]
         for index, task in enumerate(tasks):
             task.add_done_callback(lambda _, index=index: arrived.put_nowait((index, None)))
-        waiting, drawn, begun = self.count, 0, set()
+        waiting, drawn, started = self.count, 0, set()
         try:
             while waiting:
                 index, new = await arrived.get()
-                if index not in begun:
+                if index not in started:
                     if new is None and tasks[index].exception() is not None:
                         tasks[index].result()
-                    begun.add(index)
+                    started.add(index)
                     empty = ScoredTokens([], [])
                     yield self.writer.chunk(
                         [self.writer.delta(index, self._echo(index), empty, True)]
                     )
                 text = self.streams[index]
                 if new is not None:
-                    ended = new.tokens[-1] in self.asked.ends
+                    ended = new.tokens[-1] in self.request.ends
                     shown = text.push(new.tokens[:-1] if ended else new.tokens)
                     yield self.writer.chunk([self.writer.delta(index, shown, new, False)])
                     continue
                 completion, waiting = tasks[index].result(), waiting - 1
                 drawn += len(completion.tokens)
-                rest, calls = text.finish(completion.tokens[seen[index] :], self.asked.tools)
+                rest, calls = text.finish(completion.tokens[seen[index] :], self.request.tools)
                 new = completion.tokens[seen[index] :]
                 scored = ScoredTokens(new, completion.logprobs[seen[index] :])
                 if self.is_scored:
@@ -322,7 +322,7 @@ class Answers:
                     yield self.writer.chunk([self.writer.delta(index, rest, scored, False)])
                 reason = completion.finish_reason
                 yield self.writer.chunk([self.writer.last(index, calls, reason, text.stop)])
-            if self.asked.usage:
+            if self.request.usage:
                 yield self.writer.chunk([], drawn)
         finally:
             for task in tasks:
@@ -333,35 +333,35 @@ class Answers:
     def is_scored(self) -> bool:
         """True if log-probs are asked for that drawing does not give: they are computed from the
         whole answer."""
-        asked = self.asked
-        return asked.logprobs is not None and (asked.echo or asked.logprobs > 0)
+        request = self.request
+        return request.logprobs is not None and (request.echo or request.logprobs > 0)
 
     def _open_stream(self) -> TextStream:
-        asked = self.asked
+        request = self.request
         return TextStream(
             self.form.decode,
-            ends=asked.ends,
-            stops=asked.sampling.stop,
-            family=self.form.family if asked.tools else "",
-            opened=asked.opened,
+            ends=request.ends,
+            stops=request.sampling.stop,
+            family=self.form.family if request.tools else "",
+            opened=request.opened,
         )
 
     def _echo(self, index: int) -> str:
         """Return the text of the prompt, if it is part of the answer."""
-        prompt = self.asked.prompts[index // self.asked.n]
-        return self.form.decode(prompt) if self.asked.echo else ""
+        prompt = self.request.prompts[index // self.request.n]
+        return self.form.decode(prompt) if self.request.echo else ""
 
     async def _draw(
         self, index: int, watch: Callable[[Completion], None] | None = None
     ) -> Completion:
         """Draw an answer; RequestRefused."""
-        asked = self.asked
-        if not asked.draws:
+        request = self.request
+        if not request.draws:
             return Completion([], [], "length")
-        prompt, number = asked.prompts[index // asked.n], index % asked.n
+        prompt, number = request.prompts[index // request.n], index % request.n
         try:
             completion = await self.model.engine.generate(
-                prompt, asked.sampling, asked.ends, number, watch
+                prompt, request.sampling, request.ends, number, watch
             )
         except UserError as error:
             # A regex or a schema that cannot be compiled.
@@ -377,25 +377,25 @@ class Answers:
     async def _score(self, index: int, completion: Completion) -> ScoredTokens:
         """Return the tokens of an answer, after those of its prompt if it is echoed, with log-probs
         and likely tokens as they were asked for."""
-        asked, tokens = self.asked, completion.tokens
+        request, tokens = self.request, completion.tokens
         if not self.is_scored:
             return ScoredTokens(tokens, completion.logprobs)
-        assert self.model.score is not None and asked.logprobs is not None, "asked before"
-        prompt = asked.prompts[index // asked.n]
-        values, likely = await self.model.score([*prompt, *tokens], asked.logprobs)
-        start, temperature = len(prompt), asked.sampling.temperature or 1.0
+        assert self.model.score is not None and request.logprobs is not None, "checked before"
+        prompt = request.prompts[index // request.n]
+        values, likely = await self.model.score([*prompt, *tokens], request.logprobs)
+        start, temperature = len(prompt), request.sampling.temperature or 1.0
         # Those of the answer are at its temperature: log-probs at 1 divided by it, but for a
         # number that is the same for all tokens of a place.
         scaled = [
-            [(token, (value - own) / temperature + at) for token, value in best]
-            for best, own, at in zip(
+            [(token, (value - drawn) / temperature + tempered) for token, value in best]
+            for best, drawn, tempered in zip(
                 likely[start:], values[start:], completion.logprobs, strict=True
             )
         ]
-        if not asked.echo:
+        if not request.echo:
             return ScoredTokens(tokens, completion.logprobs, scaled)
         return ScoredTokens(
             [*prompt, *tokens],
             [*values[:start], *completion.logprobs],
-            [*likely[:start], *scaled] if asked.logprobs else [],
+            [*likely[:start], *scaled] if request.logprobs else [],
         )

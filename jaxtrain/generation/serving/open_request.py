@@ -94,7 +94,7 @@ class OpenRequest(NamedTuple):
 
 
 class ServingFormat:
-    """How prompts are written and how long they may be."""
+    """Format of prompts, and their longest length."""
 
     def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int):
         """vocab_size: of the model. max_model_len: longest sequence, prompt and answer."""

@@ -131,10 +131,10 @@ class ResponseWriter:
 
     def _legacy(self, scored: ScoredTokens) -> dict[str, Any]:
         names = [self._name(token) for token in scored.tokens]
-        offsets, place = [], 0
+        offsets, offset = [], 0
         for name in names:
-            offsets.append(place)
-            place += len(name)
+            offsets.append(offset)
+            offset += len(name)
         values = [number(value) for value in scored.logprobs]
         likely = scored.likely or [()] * len(names)
         top = []
