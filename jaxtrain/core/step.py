@@ -298,7 +298,7 @@ class TrainStep:
         self.single = jax.jit(single_step, donate_argnums=0)
         """The step of a batch [1, B, T] on the devices."""
         self.prefers_single = False
-        """Whether a batch of one microstep is the program `single`, instead of those that any
+        """True: a batch of one microstep takes the program `single` instead of those that any
         number takes: XLA fuses and schedules it better, and it keeps no accumulator."""
         self._opened: dict[Any, tuple[Callable, Callable]] = {}
 

@@ -25,8 +25,7 @@ SPACE = "\u0120"
 MAX_WORD, MAX_WORDS = 24, 1 << 17
 """Limits of the characters of a word that is remembered, and of the number of words."""
 LONG_TEXTS = 512
-"""Texts encoded as a whole before the tests, which take as long as these: few texts would not pay for
-them."""
+"""Texts encoded as a whole before the tests, which take as long as these: fewer would not pay."""
 TESTED = (
     "059"
     + "adelmrstvz"
