@@ -1,8 +1,8 @@
 """The verb `compare`: how much better one evaluation is than another, and how sure that is.
 
-    A/samples.jsonl ─ share of solving answers of each problem ─┐
-                                                                ├─ paired by problem ─> a sentence
-    B/samples.jsonl ────────────────────────────────────────────┘
+    before/samples.jsonl ─ right answers of each problem ─┐
+                                                          ├─ paired by problem ─> a sentence
+    after/samples.jsonl ──────────────────────────────────┘
 
 Both answer the same problems, so the differences have far less noise than the two means.
 """
@@ -121,11 +121,13 @@ def compare(before: Problems, after: Problems, name: str) -> PairedDifference:
     """Return the difference of two answered sets; UserError unless they have the same problems."""
     only = [sorted({*x} - {*y}) for x, y in ((before, after), (after, before))]
     if any(only):
-        where, missing = next((w, m) for w, m in zip("AB", only, strict=True) if m)
+        sides = zip(("before", "after"), only, strict=True)
+        which, missing = next((side, keys) for side, keys in sides if keys)
         raise UserError(
-            f"compare: {name} is not the same set of problems in both: {len(only[0]):,} are in A"
-            f" alone and {len(only[1]):,} in B alone, such as {show(missing[0], 120)} in {where};"
-            " evaluate both with the same rows, prompts and templates"
+            f"compare: {name} is not the same set of problems in both: {len(only[0]):,} are in the"
+            f" first (before) alone and {len(only[1]):,} in the second (after) alone, such as"
+            f" {show(missing[0], 120)} ({which}); evaluate both with the same rows, prompts and"
+            " templates"
         )
     if len(before) < 2:
         raise UserError(f"compare: {name} has one problem, which gives no interval")

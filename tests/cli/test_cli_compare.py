@@ -74,7 +74,10 @@ def test_other_problems_are_refused(tmp_path, capsys):
     write(tmp_path / "b", draw(4) | {"other": [1.0], "q": [0.0]})
     write(tmp_path / "c", {"p0": [1.0]}, name="code")
     cases = {
-        ("a", "b"): "1 are in A alone and 2 in B alone, such as",
+        (
+            "a",
+            "b",
+        ): "1 are in the first (before) alone and 2 in the second (after) alone",
         ("a", "c"): "has no answers to 'code'; its sets are 'math'",
         ("a", "nowhere"): "holds no answers; `jaxtrain eval` writes samples.jsonl",
         ("c", "c"): "has one problem",
