@@ -25,6 +25,9 @@ ROUTED = "routed"
 """Stream uint8 or uint16 [..., T, R]: the experts that a token is sent to, in place of the router's
 own choice, concatenated over the layers with experts; the dtype's largest number where the router
 chooses."""
+IMAGE_SLOT = "image_slot"
+"""Stream int32 of rows with images: which feature of the row's images stands at a placeholder; -1
+at text."""
 
 
 class RouteShape(NamedTuple):
@@ -53,6 +56,27 @@ class RouteShape(NamedTuple):
         return int(np.iinfo(self.dtype).max)
 
 
+class Images(NamedTuple):
+    """Patches of the images of a batch, packed like tokens: P patches of a row, leading axes as in
+    the Batch.
+
+    A segment is what the tower attends within: a whole image, or one tile of it. Its patches are
+    consecutive, begin at a multiple of m * m and lie block by block, each block of m * m patches in
+    row order, blocks in row order, too; feature k of a row comes from the patches of its block k.
+    """
+
+    pixels: Array
+    """uint8 [..., P, 3 p p] values of a patch by channel, row and column; 0 in padding."""
+    since: Array
+    """int32 [..., P] first patch of the segment; padding: its own index."""
+    until: Array
+    """int32 [..., P] end of the segment; padding: its own index + 1."""
+    row_col: Array
+    """int32 [..., P, 2] row and column of the patch in its segment; 0 in padding."""
+    grid: Array
+    """int32 [..., P, 2] rows and columns of the segment; 1 in padding."""
+
+
 class Batch(NamedTuple):
     """Tokens of an optimizer step (leading axes [A, B, T]) or of a microstep ([B, T])."""
 
@@ -78,6 +102,8 @@ class Batch(NamedTuple):
     over the step."""
     streams: dict[str, Array] = {}
     """Other per-token arrays [..., T] or [..., T, n] of any dtype: advantage, old_logp, target."""
+    images: Images | None = None
+    """Images of the rows, placed by the stream IMAGE_SLOT; None: text alone, without a tower."""
 
 
 def check_batch(batch: Batch) -> None:

@@ -5,7 +5,8 @@
     the arrays' bytes one after the other, little-endian
 
 A value consists of None, bool, int, float, str, lists, tuples, dicts, arrays, numpy scalars and
-`Batch`. In the JSON each node but the first five kinds is a list that begins with its kind's name.
+`Batch` with its `Images`. In the JSON each node but the first five kinds is a list that begins with
+its kind's name.
 """
 
 import json
@@ -17,7 +18,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.batch import Batch
+from jaxtrain.batch import Batch, Images
 
 MAGIC = b"JXP1"
 START = struct.Struct("<4sQ")
@@ -55,6 +56,8 @@ def pack(name: str, value: Any) -> list[memoryview]:
                 return node
             case Batch():
                 return ["batch", *map(encode, node)]
+            case Images():
+                return ["images", *map(encode, node)]
             case list():
                 return ["list", *map(encode, node)]
             case tuple() if type(node) is tuple:
@@ -123,4 +126,6 @@ def _decode(node: Any, arrays: list[np.ndarray]) -> Any:
             return {_decode(key, arrays): _decode(item, arrays) for key, item in items}
         case ["batch", *items] if len(items) == len(Batch._fields):
             return Batch(*(_decode(item, arrays) for item in items))
+        case ["images", *items] if len(items) == len(Images._fields):
+            return Images(*(_decode(item, arrays) for item in items))
     raise MalformedValueError("a node of no known kind")
