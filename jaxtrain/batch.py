@@ -75,6 +75,9 @@ class Images(NamedTuple):
     """int32 [..., P, 2] row and column of the patch in its segment; 0 in padding."""
     grid: Array
     """int32 [..., P, 2] rows and columns of the segment; 1 in padding."""
+    values: Array
+    """float32 [..., 256, 3] what the tower reads for a value of a pixel, by channel: rescaled and
+    normalized."""
 
 
 class Batch(NamedTuple):

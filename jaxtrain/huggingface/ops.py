@@ -88,6 +88,27 @@ class FirstRow:
 
 
 @dataclasses.dataclass(frozen=True)
+class Flattened:
+    """The last dims of a tensor, of sizes `dims`, as one: the kernel of a convolution whose patches
+    do not overlap, [out, channels, p, p], is a matrix [out, channels p p]."""
+
+    name: str
+    dims: tuple[int, ...]
+
+    def shapes(self, shape):
+        return {self.name: (*shape[:-1], *self.dims)}
+
+    def read(self, fetch, index):
+        whole = fetch(self.name, (*index[:-1], *full_index(self.dims)))
+        return whole.reshape(*whole.shape[: len(index) - 1], -1)[..., index[-1]]
+
+    def write(self, array, host):
+        array = host(array)
+        array = array.reshape(*array.shape[:-1], *self.dims)
+        yield SplitPiece(self.name, array.shape, full_index(array.shape), array)
+
+
+@dataclasses.dataclass(frozen=True)
 class SplitRows:
     """Rows [start, start + size) of `axis` of one tensor of `total`: a split; the other entries
     that name the tensor hold the other rows."""

@@ -13,7 +13,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtrain_kernels import Context
 
-from jaxtrain.batch import ROUTED, Batch
+from jaxtrain.batch import IMAGE_SLOT, ROUTED, Batch
+from jaxtrain.distributed.sharding import constrain
 from jaxtrain.layers.embed import Embed, capped
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.linear import LayerInit
@@ -214,6 +215,12 @@ class Decoder(EmbeddingAndHead, CachedStack):
         self.carries = config.carries
         self.experts_per_token = config.experts_per_token
         self.noise: Any = nnx.data(None)
+        self.vision = self.make_vision(config, options, rngs)
+
+    def make_vision(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs) -> Any:
+        """Build the module (Images, RowNoise or None) -> features [B, F, D] of images; None for
+        text alone."""
+        return None
 
     @abstractmethod
     def make_block(
@@ -253,7 +260,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
         experts = by_layer(self.stack, batch.streams.get(ROUTED))
         rng_bits = None if self.noise is None else self._draw(batch.tokens.shape)
-        inputs = self._embed(batch.tokens, context, experts, rng_bits)
+        inputs = self._embed(batch.tokens, context, experts, rng_bits, self._see(batch))
         return self._run(*inputs, capture=capture)[0]
 
     def captured(self, batch: Batch, layers: Sequence[int]) -> jax.Array:
@@ -261,7 +268,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         Layers behind the last of them do not run."""
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
         depth = max(layers) + 1
-        inputs = self._embed(batch.tokens, context)
+        inputs = self._embed(batch.tokens, context, placed=self._see(batch))
         outputs = self._run(*inputs, capture=tuple(layers), depth=depth)[0].captured
         return jnp.concatenate([outputs[layer] for layer in layers], axis=-1)
 
@@ -354,18 +361,29 @@ class Decoder(EmbeddingAndHead, CachedStack):
         context: Context,
         experts: jax.Array | None = None,
         rng_bits: jax.Array | None = None,
+        placed: tuple[jax.Array, jax.Array] | None = None,
     ) -> tuple[jax.Array, StackInputs]:
-        """Return (scaled embeddings [B, T, D], the stack's other inputs)."""
+        """Return (scaled embeddings [B, T, D], the stack's other inputs). placed: arguments of
+        `place_features`."""
         x_BTD = scaled(self.embed(tokens_BT), self.embedding_scale)
         if rng_bits is not None and self.noise.alpha:
             positions_BT, until_BT = context.positions, context.until
             x_BTD = add_embedding_noise(x_BTD, rng_bits, positions_BT, until_BT, self.noise.alpha)
+        if placed is not None:
+            x_BTD = place_features(x_BTD, *placed)
         cos_sin = {
             name: angles(context.positions, frequency, factor, self.embed.dtype)
             for name, frequency, factor in self.encodings
         }
         extra = self.layer_inputs(tokens_BT, x_BTD)
         return x_BTD, StackInputs(context, cos_sin, extra, experts, rng_bits=rng_bits)
+
+    def _see(self, batch: Batch) -> tuple[jax.Array, jax.Array] | None:
+        """Return (slots int32 [B, T], features [B, F, D]) of a batch with images."""
+        if batch.images is None:
+            return None
+        assert self.vision is not None, "a batch with images for a model of text alone"
+        return batch.streams[IMAGE_SLOT], self.vision(batch.images, self.noise)
 
     def _draw(self, shape: tuple[int, ...]) -> jax.Array:
         """Return random bits [B, T] of the tokens of a training pass, and give them to the modules
@@ -374,8 +392,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         assert noise.rng_bits_B.shape == shape[:1], f"rows {noise.rng_bits_B.shape} of {shape}"
         rng_bits_BT = token_rng_bits(noise.rng_bits_B, shape[1])
         for part in vars(self).values():
-            # The stack gets its bits as an input of its scan.
-            if isinstance(part, nnx.Module) and part is not self.stack:
+            # The stack gets its bits as an input of its scan; a tower has other rows.
+            if isinstance(part, nnx.Module) and part not in (self.stack, self.vision):
                 set_rng_bits(part, rng_bits_BT)
         return rng_bits_BT
 
@@ -397,6 +415,18 @@ class Decoder(EmbeddingAndHead, CachedStack):
 def scaled(x: jax.Array, factor: float) -> jax.Array:
     """Multiply x by a number, in x's dtype."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
+
+
+def place_features(x_BTD: jax.Array, slot_BT: jax.Array, features_BFD: jax.Array) -> jax.Array:
+    """Return x with the feature of its slot at every token that has one; -1: none."""
+    # Text reads beyond the features, which drops its gradients: else they would all be added to one
+    # feature, one after the other.
+    index_BT = jnp.where(slot_BT < 0, features_BFD.shape[1], slot_BT)
+    features_BTD = jnp.take_along_axis(
+        constrain(features_BFD, "rows", None, None), index_BT[..., None], axis=1, mode="fill"
+    )
+    x_BTD = jnp.where(slot_BT[..., None] < 0, x_BTD, features_BTD.astype(x_BTD.dtype))
+    return constrain(x_BTD, "rows", "sequence", "features")
 
 
 def place_new(start_B: jax.Array, end_B: jax.Array, T: int) -> tuple[Context, Decoding]:

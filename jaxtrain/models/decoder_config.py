@@ -70,6 +70,8 @@ class DecoderConfig:
     mean of the others."""
     score: ScoreHead | None = None
     """Score head in place of the language model head; None: a language model."""
+    vision: Any = None
+    """models.vision.VisionConfig of the tower for images; None: text alone."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

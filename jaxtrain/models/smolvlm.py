@@ -1,0 +1,24 @@
+"""SmolVLM (Marafioti et al. 2025, arXiv:2504.05299): Idefics3 in small."""
+
+import dataclasses
+from typing import ClassVar
+
+from jaxtrain.models import idefics3
+from jaxtrain.models.vision import VisionConfig
+
+names = idefics3.names
+
+
+class TileVisionConfig(VisionConfig):
+    model_type: ClassVar[str] = "smolvlm_vision"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(idefics3.Config):
+    architecture: ClassVar[str] = "SmolVLMForConditionalGeneration"
+    model_type: ClassVar[str] = "smolvlm"
+    vision_type: ClassVar[type[VisionConfig]] = TileVisionConfig
+
+
+class Model(idefics3.Model):
+    pass

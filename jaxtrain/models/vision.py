@@ -1,0 +1,259 @@
+"""Towers that turn the patches of images into features, which stand in the text as tokens.
+
+Patches are packed as tokens are (batch.Images), so the tower is a Stack like that of the text, with
+attention within a segment. The projector makes one feature of m * m neighbors:
+
+    pixels uint8 -> values -> patches [B, P, D] -> layers -> norm -> [B, P / m m, m m D] -> features
+
+Shapes: B rows, P patches of a row, F features of a row, C numbers of a patch, D width.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtrain_kernels import Context
+
+from jaxtrain.batch import Images
+from jaxtrain.distributed.sharding import constrain, gathered
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.config import read_fields
+from jaxtrain.huggingface.ops import Flattened, ParameterEntry, TensorRef, Transpose
+from jaxtrain.layers.attention import Attention, AttentionOptions
+from jaxtrain.layers.block import Block
+from jaxtrain.layers.linear import LayerInit, Linear
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.mlp import ACTIVATIONS, MLP
+from jaxtrain.layers.noise import RowNoise, hash_bits, set_rng_bits, token_rng_bits
+from jaxtrain.layers.norm import LayerNorm
+from jaxtrain.layers.stack import Stack, StackInputs
+from jaxtrain.models.decoder import DecoderOptions
+from jaxtrain.models.naming import attention_names, mlp_names
+
+PATCH_NOISE, FEATURE_NOISE = 0x51ED270B, 0x2545F491
+"""Salts of the random bits of patches and of features, which differ from those of tokens."""
+NORMS = {"attention_norm": "layer_norm1", "mlp_norm": "layer_norm2"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionConfig:
+    """The attributes of a `vision_config`, and how patches become features."""
+
+    model_type: ClassVar[str]
+    renamed: ClassVar[Mapping[str, str]] = {}
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"num_channels": (3,)}
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    image_size: int
+    patch_size: int
+    hidden_act: str
+    layer_norm_eps: float
+    initializer_range: float
+
+    @classmethod
+    def from_hf(cls, raw: Any) -> Self:
+        """Read a vision_config; UserError for what would be computed in another way."""
+        if not isinstance(raw, Mapping):
+            raise UserError("config.json: vision_config is missing, or no object")
+        try:
+            values = read_fields(cls, raw)
+        except UserError as error:
+            raise UserError(f"vision_config of {error}") from None
+        names = {field.name for field in dataclasses.fields(cls)}
+        config = cls(**{name: value for name, value in values.items() if name in names})
+        config.check()
+        return config
+
+    def check(self) -> None:
+        """Raise UserError if the sizes do not fit together."""
+        if self.hidden_act not in ACTIVATIONS:
+            raise UserError(
+                f"config.json: vision_config.hidden_act={self.hidden_act!r}; supported:"
+                f" {sorted(ACTIVATIONS)}"
+            )
+        if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"config.json: vision_config.hidden_size={self.hidden_size} must be a multiple of"
+                f" num_attention_heads={self.num_attention_heads}"
+            )
+        if not 0 < self.patch_size <= self.image_size:
+            raise UserError(
+                f"config.json: vision_config.patch_size={self.patch_size} must be from 1 to"
+                f" image_size={self.image_size}"
+            )
+
+    @property
+    def side(self) -> int:
+        """Patches along a side of the image that the positions were trained on."""
+        return self.image_size // self.patch_size
+
+
+class PatchEmbedding(nnx.Module):
+    """[B, P, C] -> [B, P, D]: a convolution whose patches do not overlap. Not a Linear: PEFT has
+    another form for adapters of convolutions, and in fewer bits it would lose the image."""
+
+    def __init__(self, num_in: int, num_out: int, *, init: LayerInit):
+        self.kernel = nnx.Param(init.normal((num_in, num_out)), axes=(None, "embed"))
+        self.bias = nnx.Param(jnp.zeros((num_out,), init.param_dtype), axes=("norm",))
+        self.dtype = jnp.dtype(init.dtype)
+
+    def __call__(self, x_BPC: jax.Array) -> jax.Array:
+        y_BPD = x_BPC.astype(self.dtype) @ gathered(self.kernel, self.dtype)
+        return y_BPD + self.bias[...].astype(self.dtype)
+
+
+class Tower(nnx.Module):
+    """A SigLIP-like encoder (Zhai et al. 2023, arXiv:2303.15343) with a learned position for each
+    patch of a square; the positions of smaller grids are those of their fractions of the side."""
+
+    def __init__(self, config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs):
+        init = vision_init(config, options, rngs)
+        width, side = config.hidden_size, config.side
+        self.side = side
+        self.patch = PatchEmbedding(3 * config.patch_size**2, width, init=init)
+        self.position_table = nnx.Param(init.normal((side * side, width)), axes=(None, "embed"))
+        self.stack = Stack(
+            (LayerSpec(),) * config.num_hidden_layers,
+            lambda kind, rngs: make_block(config, options, rngs),
+            remat=options.remat,
+            scan=options.scan_layers,
+            only=options.only_layer,
+            rngs=rngs,
+        )
+        self.norm = make_norm(config, init)
+
+    def __call__(self, images: Images, rng_bits_BP: jax.Array | None) -> jax.Array:
+        """[B, P, D] of the patches of a batch; rng_bits: of patches, for adapters that draw."""
+        x_BPD = self.patch(look_up_values(images))
+        table_SD = gathered(self.position_table, x_BPD.dtype)
+        x_BPD = x_BPD + table_SD[bucket_positions(images.row_col, images.grid, self.side)]
+        index_BP = jnp.broadcast_to(
+            jnp.arange(x_BPD.shape[1], dtype=jnp.int32), images.until.shape
+        )
+        context = Context(images.until, images.since, index_BP, index_BP)
+        x_BPD = constrain(x_BPD, "rows", "sequence", "features")
+        inputs = StackInputs(context, {}, rng_bits=rng_bits_BP)
+        return self.norm(self.stack(x_BPD, inputs)[0].hidden)
+
+
+class Vision(nnx.Module):
+    """Images -> features: `tower`, then `projector` on the m * m patches of each block."""
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        merge: int,
+        num_features: int,
+        options: DecoderOptions,
+        rngs: nnx.Rngs,
+    ):
+        init = vision_init(config, options, rngs)
+        self.merge = merge
+        self.tower = Tower(config, options, rngs)
+        width = config.hidden_size * merge**2
+        self.projector = Linear(width, num_features, axes=("mlp", "embed"), init=init)
+
+    def __call__(self, images: Images, noise: RowNoise | None) -> jax.Array:
+        """[B, F, D] features, F = P / (m m)."""
+        rows, patches = images.since.shape
+        assert patches % self.merge**2 == 0, f"{patches} patches in blocks of {self.merge**2}"
+        rng_bits_BP, count = None, patches // self.merge**2
+        if noise is not None:
+            rng_bits_BP = token_rng_bits(hash_bits(noise.rng_bits_B, PATCH_NOISE), patches)
+            rng_bits_BF = token_rng_bits(hash_bits(noise.rng_bits_B, FEATURE_NOISE), count)
+            set_rng_bits(self.projector, rng_bits_BF)
+        x_BPD = self.tower(images, rng_bits_BP)
+        return self.projector(x_BPD.reshape(rows, count, -1))
+
+
+def vision_init(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) -> LayerInit:
+    """How the parameters of a tower are created."""
+    param_dtype = jnp.dtype(options.param_dtype)
+    return LayerInit(rngs, config.initializer_range, param_dtype, jnp.dtype(options.dtype))
+
+
+def make_norm(config: VisionConfig, init: LayerInit) -> LayerNorm:
+    """Build a norm of patches."""
+    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps, param_dtype=init.param_dtype)
+
+
+def make_block(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) -> Block:
+    """Build a layer of the tower: attention and an MLP without a gate, with biases."""
+    init = vision_init(config, options, rngs)
+    width, heads = config.hidden_size, config.num_attention_heads
+    choices = AttentionOptions(qkv_bias=True, out_bias=True, impl=options.attention_impl)
+    attention = Attention(width, heads, heads, width // heads, choices, init=init)
+    mlp = MLP(
+        width, config.intermediate_size, activation=config.hidden_act, use_bias=True, init=init
+    )
+    norms = {name: make_norm(config, init) for name in NORMS}
+    return Block(attention, mlp, **norms)
+
+
+def look_up_values(images: Images) -> jax.Array:
+    """float32 [B, P, C] of the pixels."""
+    rows, patches, width = images.pixels.shape
+    # By channel, so that each gather reads a table of 256 numbers.
+    pixels_BPCN = images.pixels.reshape(rows, patches, 3, width // 3).astype(jnp.int32)
+    look_up = jax.vmap(jax.vmap(lambda table, x: table[x], (1, 1), 1))
+    return look_up(images.values, pixels_BPCN).reshape(rows, patches, width)
+
+
+def bucket_positions(
+    row_col_BP2: jax.Array, grid_BP2: jax.Array, side: int
+) -> jax.Array:
+    """int32 [B, P] rows of the position table: of fraction i / n of the image along each axis,
+    among `side` buckets."""
+    buckets_NN = bucket_table(side)
+    row_col_BP2 = jnp.asarray(buckets_NN)[grid_BP2 - 1, row_col_BP2]
+    return row_col_BP2[..., 0] * side + row_col_BP2[..., 1]
+
+
+def bucket_table(side: int) -> np.ndarray:
+    """int32 [n - 1, i] buckets of patch i of n <= `side`, in the float32 steps of transformers."""
+    # On the host, since devices may divide less exactly, and fractions lie on the borders.
+    one = np.float32(1)
+    borders = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
+    index = np.arange(side, dtype=np.float32)
+    steps = one / np.arange(1, side + 1, dtype=np.float32)
+    fractions = np.minimum(index[None] * steps[:, None], np.float32(1 - 1e-6))
+    return np.searchsorted(borders, fractions, side="right").astype(np.int32)
+
+
+def tower_names(
+    config: VisionConfig, root: str, projector: str
+) -> list[ParameterEntry]:
+    """Entries of tower and projector; root: of the tower's tensors, projector: module of the
+    other's."""
+    layers, size = range(config.num_hidden_layers), config.patch_size
+    module = f"{root}embeddings.patch_embedding"
+    kernel = Transpose(Flattened(f"{module}.weight", (3, size, size)))
+    entries = [
+        ParameterEntry("patch.kernel", kernel),
+        ParameterEntry("patch.bias", TensorRef(f"{module}.bias")),
+        ParameterEntry("position_table", TensorRef(f"{root}embeddings.position_embedding.weight")),
+        *attention_names(
+            "block",
+            layers,
+            f"{root}encoder.",
+            qkv_bias=True,
+            out_bias=True,
+            out="out_proj",
+            norms=NORMS,
+            norm_parts=LayerNorm.parameters,
+        ),
+        *mlp_names(
+            "block", layers, f"{root}encoder.", bias=True, parts={"up": "fc1", "down": "fc2"}
+        ),
+        ParameterEntry("norm.scale", TensorRef(f"{root}post_layernorm.weight")),
+        ParameterEntry("norm.bias", TensorRef(f"{root}post_layernorm.bias")),
+    ]
+    named = [ParameterEntry(f"vision.tower.{entry.param}", entry.op) for entry in entries]
+    op = Transpose(TensorRef(f"{projector}.weight"))
+    return [*named, ParameterEntry("vision.projector.kernel", op)]

@@ -1,0 +1,142 @@
+"""Tiny vision-language configs, and packed rows with images for them, shared by tests."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+from tiny_models import SIZES
+
+from jaxtrain.batch import IMAGE_SLOT, Batch, Images
+
+IMAGE = 5
+"""Token of an image."""
+TEXT = {**SIZES, "model_type": "llama", "rope_theta": 1e4, "rms_norm_eps": 1e-3}
+TOWER = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 3,
+    "image_size": 33,
+    "patch_size": 5,
+    "initializer_range": 0.1,
+    "layer_norm_eps": 1e-4,
+}
+VISION = {
+    "smolvlm": {
+        "model_type": "smolvlm",
+        "text_config": TEXT,
+        "vision_config": {**TOWER, "model_type": "smolvlm_vision"},
+        "image_token_id": IMAGE,
+        "scale_factor": 2,
+        "tie_word_embeddings": False,
+    },
+    "idefics3": {
+        "model_type": "idefics3",
+        "text_config": {**TEXT, "attention_bias": True, "tie_word_embeddings": True},
+        "vision_config": {
+            **TOWER,
+            "image_size": 38,
+            "patch_size": 6,
+            "hidden_act": "gelu",
+            "model_type": "idefics3_vision",
+        },
+        "image_token_id": IMAGE,
+        "scale_factor": 3,
+        "tie_word_embeddings": True,
+    },
+}
+"""The side of a tile is 6 patches, with some pixels to spare."""
+VALUES = ((np.arange(256) / 255).astype(np.float32)[:, None] - np.float32(0.5)) / np.float32(
+    [0.5, 0.4, 0.3]
+)
+"""Of rescaling and normalization; another one for each channel, to see them apart."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sequence:
+    """A branch of a packed row, for a reference that reads it alone."""
+
+    row: int
+    places: np.ndarray
+    seen: int
+    """Tokens that an earlier sequence has, too."""
+    images: tuple[int, ...]
+    """Numbers of its images."""
+
+
+def draw_images(sides, patch: int) -> list[np.ndarray]:
+    """uint8 [H, W, 3] of squares of so many patches a side."""
+    rng = np.random.default_rng(7)
+    return [rng.integers(0, 256, (n * patch, n * patch, 3), np.uint8) for n in sides]
+
+
+def pack_images(rows, patch: int, merge: int, length: int) -> Images:
+    """Patches of rows of images, block by block, in rows of `length` patches."""
+    count, index = len(rows), np.arange(length, dtype=np.int32)
+    pixels = np.zeros((count, length, 3 * patch * patch), np.uint8)
+    since = np.tile(index, (count, 1))
+    until = since + 1
+    row_col = np.zeros((count, length, 2), np.int32)
+    grid = np.ones((count, length, 2), np.int32)
+    for row, images in enumerate(rows):
+        start = 0
+        for image in images:
+            high, wide = image.shape[0] // patch, image.shape[1] // patch
+            stop, at = start + high * wide, start
+            for top in range(0, high, merge):
+                for left in range(0, wide, merge):
+                    for r in range(top, top + merge):
+                        for c in range(left, left + merge):
+                            part = image[r * patch :, c * patch :][:patch, :patch]
+                            pixels[row, at] = part.transpose(2, 0, 1).reshape(-1)
+                            row_col[row, at] = r, c
+                            at += 1
+            since[row, start:stop], until[row, start:stop] = start, stop
+            grid[row, start:stop] = high, wide
+            start = stop
+    values = np.tile(VALUES, (count, 1, 1))
+    return Images(*map(jnp.asarray, (pixels, since, until, row_col, grid, values)))
+
+
+def make_batch(raw) -> tuple[Batch, list[Sequence], list[np.ndarray]]:
+    """[2, 48], its branches, its images. One row is a document with two images. The other is a
+    prefix with an image, a branch with one and a branch without, and a document with a smaller one.
+    """
+    merge, patch = raw["scale_factor"], raw["vision_config"]["patch_size"]
+    small = 6 - merge
+    images = draw_images((6, 6, 6, 6, small), patch)
+    T, many, few = 48, (6 // merge) ** 2, (small // merge) ** 2
+    tokens = np.random.default_rng(1).integers(6, 97, (2, T)).astype(np.int32)
+    slots = np.full((2, T), -1, np.int32)
+    for row, start, first, count in (
+        *((0, 3, 0, many), (0, 20, many, many)),
+        *((1, 2, 0, many), (1, 19, many, many), (1, 41, 2 * many, few)),
+    ):
+        tokens[row, start : start + count] = IMAGE
+        slots[row, start : start + count] = np.arange(first, first + count)
+    positions = np.tile(np.arange(T, dtype=np.int32), (2, 1))
+    prev = positions - 1
+    until = np.full((2, T), T, np.int32)
+    until[1, :16], until[1, 16:30], until[1, 30:40] = 40, 30, 40
+    prev[1, 30], prev[1, 40] = 15, -1
+    positions[1, 30:40], positions[1, 40:] = np.arange(16, 26), np.arange(8)
+    prefix = np.arange(16)
+    sequences = [
+        Sequence(0, np.arange(T), 0, (0, 1)),
+        Sequence(1, np.arange(30), 0, (2, 3)),
+        Sequence(1, np.concatenate([prefix, np.arange(30, 40)]), 16, (2,)),
+        Sequence(1, np.arange(40, T), 0, (4,)),
+    ]
+    weights = {"nll": jnp.asarray((prev >= 0).astype(np.float32))}
+    batch = Batch(
+        *map(jnp.asarray, (tokens, positions, prev, until)),
+        weights=weights,
+        streams={IMAGE_SLOT: jnp.asarray(slots)},
+        images=pack_images([images[:2], images[2:]], patch, merge, 108),
+    )
+    return batch, sequences, images
+
+
+def pixel_values(images) -> np.ndarray:
+    """float32 [n, 3, H, W] as a processor of transformers would make them."""
+    return np.stack([VALUES[image, np.arange(3)] for image in images]).transpose(0, 3, 1, 2)
