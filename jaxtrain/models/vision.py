@@ -133,9 +133,7 @@ class Tower(nnx.Module):
         x_BPD = self.patch(look_up_values(images))
         table_SD = gathered(self.position_table, x_BPD.dtype)
         x_BPD = x_BPD + table_SD[bucket_positions(images.row_col, images.grid, self.side)]
-        index_BP = jnp.broadcast_to(
-            jnp.arange(x_BPD.shape[1], dtype=jnp.int32), images.until.shape
-        )
+        index_BP = jnp.broadcast_to(jnp.arange(x_BPD.shape[1], dtype=jnp.int32), images.until.shape)
         context = Context(images.until, images.since, index_BP, index_BP)
         x_BPD = constrain(x_BPD, "rows", "sequence", "features")
         inputs = StackInputs(context, {}, rng_bits=rng_bits_BP)
@@ -205,9 +203,7 @@ def look_up_values(images: Images) -> jax.Array:
     return look_up(images.values, pixels_BPCN).reshape(rows, patches, width)
 
 
-def bucket_positions(
-    row_col_BP2: jax.Array, grid_BP2: jax.Array, side: int
-) -> jax.Array:
+def bucket_positions(row_col_BP2: jax.Array, grid_BP2: jax.Array, side: int) -> jax.Array:
     """int32 [B, P] rows of the position table: of fraction i / n of the image along each axis,
     among `side` buckets."""
     buckets_NN = bucket_table(side)
@@ -226,9 +222,7 @@ def bucket_table(side: int) -> np.ndarray:
     return np.searchsorted(borders, fractions, side="right").astype(np.int32)
 
 
-def tower_names(
-    config: VisionConfig, root: str, projector: str
-) -> list[ParameterEntry]:
+def tower_names(config: VisionConfig, root: str, projector: str) -> list[ParameterEntry]:
     """Entries of tower and projector; root: of the tower's tensors, projector: module of the
     other's."""
     layers, size = range(config.num_hidden_layers), config.patch_size

@@ -53,7 +53,9 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     assert families.read_config(tmp_path / "ours") == config
     again = transformers.AutoConfig.from_pretrained(tmp_path / "ours").to_dict()
     aside = ("_name_or_path", "transformers_version", "dtype", "architectures")
-    for key, value in transformers.AutoConfig.from_pretrained(tmp_path / "theirs").to_dict().items():
+    for key, value in (
+        transformers.AutoConfig.from_pretrained(tmp_path / "theirs").to_dict().items()
+    ):
         if key not in (*aside, "text_config", "vision_config"):
             assert again[key] == value, key
 
