@@ -11,7 +11,7 @@ from importlib.metadata import EntryPoint
 from typing import Any
 
 import jaxtrain
-from jaxtrain import plugins
+from jaxtrain import light_transformers, plugins
 from jaxtrain.arguments import HelpPrinted
 from jaxtrain.cli import VERBS
 from jaxtrain.errors import RunStopped, UserError
@@ -81,6 +81,7 @@ def show_bug(kind: type[BaseException], error: BaseException, trace: Any) -> Non
 def entry() -> None:
     """Console-script entry point."""
     sys.excepthook = show_bug
+    light_transformers.install()
     sys.exit(main(sys.argv[1:]))
 
 

@@ -17,7 +17,7 @@ import threading
 import time
 import traceback
 import zlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from importlib.metadata import EntryPoint, entry_points
 from pathlib import Path
@@ -48,6 +48,9 @@ FAILURES = (Exception, SystemExit)
 as if it had succeeded."""
 SLOW_SECONDS = 10.0
 """After so long an import is named, and again whenever that time has doubled."""
+
+before_import: list[Callable[[], None]] = []
+"""Functions that are called before code from outside jaxtrain is imported."""
 
 
 def find(
@@ -148,6 +151,8 @@ def load_module(module_name: str, *, key: str) -> ModuleType:
     is_file = module_name.endswith(".py")
     if is_file and not Path(module_name).is_file():
         raise UserError(f"{key}: the file {module_name} does not exist")
+    for prepare in tuple(before_import):
+        prepare()
     try:
         with watch_import(key):
             return (

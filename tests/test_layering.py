@@ -37,7 +37,7 @@ LAYERS = [
     ["generation"],
     ["methods"],
     ["api", "runs.estimate"],
-    ["cli", "runs.sweep"],
+    ["cli", "runs.sweep", "light_transformers"],
     ["main"],
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line}

@@ -1,0 +1,94 @@
+"""Import transformers without PyTorch in processes that run a command.
+
+A command needs tokenizers, configs and chat templates, none of which needs PyTorch. Where PyTorch is
+installed transformers imports it all the same, for several seconds. Code from outside jaxtrain may
+need all of transformers: before the first of it is imported, transformers is forgotten, and its next
+import is the usual one.
+"""
+
+import copyreg
+import importlib
+import importlib.machinery
+import sys
+from collections.abc import Sequence
+from importlib.abc import Loader, MetaPathFinder
+from types import ModuleType
+from typing import Any
+
+from jaxtrain import plugins
+
+
+class LightLoader(Loader):
+    """Loader that runs a package while PyTorch seems not to be installed."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader, self.used = loader, False
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        # transformers looks for PyTorch once, and remembers the answer: every module of it that is
+        # imported later does without.
+        self.used = True
+        sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] -- what import knows
+        try:
+            self.loader.exec_module(module)
+            assert not sys.modules["transformers.utils.import_utils"].is_torch_available()
+        finally:
+            del sys.modules["torch"]
+            assert module.__spec__ is not None, "a module that is being imported has one"
+            module.__spec__.loader = module.__loader__ = self.loader  # for importlib.resources
+
+
+class LightFinder(MetaPathFinder):
+    """Finder of transformers alone, unless PyTorch is already imported."""
+
+    loader: LightLoader | None = None
+
+    def find_spec(
+        self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if name != "transformers" or "torch" in sys.modules:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = self.loader = LightLoader(spec.loader)
+        return spec
+
+
+def install() -> None:
+    """Make the first import of transformers a light one, until code from outside is imported."""
+    finder = LightFinder()
+    sys.meta_path.insert(0, finder)
+
+    def restore() -> None:
+        plugins.before_import.remove(restore)
+        sys.meta_path.remove(finder)
+        if finder.loader is not None and finder.loader.used:
+            forget_transformers()
+
+    plugins.before_import.append(restore)
+
+
+def forget_transformers() -> None:
+    """Remove transformers from the imported modules. Its tokenizers stay usable, and are pickled by
+    the name of their class, which is then another object of the same source."""
+    pending = [sys.modules["transformers.tokenization_utils_base"].PreTrainedTokenizerBase]
+    while pending:
+        kind = pending.pop()
+        pending += kind.__subclasses__()
+        copyreg.pickle(kind, _reduce_by_name)
+    for name in [name for name in sys.modules if f"{name}.".startswith("transformers.")]:
+        del sys.modules[name]
+
+
+def _reduce_by_name(value: Any) -> tuple[Any, ...]:
+    return _rebuild, (type(value).__module__, type(value).__qualname__, vars(value))
+
+
+def _rebuild(module: str, name: str, state: dict[str, Any]) -> Any:
+    kind = getattr(importlib.import_module(module), name)
+    value = kind.__new__(kind)
+    vars(value).update(state)
+    return value
