@@ -1,9 +1,9 @@
 """Import transformers without PyTorch in processes that run a command.
 
-A command needs tokenizers, configs and chat templates, none of which needs PyTorch. Where PyTorch is
-installed transformers imports it all the same, for several seconds. Code from outside jaxtrain may
-need all of transformers: before the first of it is imported, transformers is forgotten, and its next
-import is the usual one.
+A command needs tokenizers, configs and chat templates, none of which needs PyTorch. Where PyTorch
+is installed, transformers imports it all the same, for several seconds. Code from outside jaxtrain
+may need all of transformers: before the first of it is imported, transformers is forgotten, and its
+next import is the usual one.
 """
 
 import copyreg

@@ -25,8 +25,8 @@ print("torch" in sys.modules)
 module = plugins.load_module(sys.argv[1], key="rewards.0.function")
 print("torch" in sys.modules, module.Model.__name__, module.available)
 for copy in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
-    chat = [{"role": "user", "content": "hello"}]
-    print(copy.encode("a"), copy.eos_token, len(copy), copy.apply_chat_template(chat, tokenize=False))
+    text = copy.apply_chat_template([{"role": "user", "content": "hello"}], tokenize=False)
+    print(copy.encode("a"), copy.eos_token, len(copy), text)
 print(isinstance(copy, module.transformers.PreTrainedTokenizerFast))
 """
 PLUGIN = """
