@@ -1,9 +1,10 @@
 """Asynchronous reinforcement learning for an hour while everything around it breaks.
 
 `python benchmarks/soak.py --minutes 60`, on CPU. Two vLLM servers (scripted ones of the tests, or
-real ones by --server) stand behind proxies that hang, answer 500, give NaN, cut answers and are
-slow; a server is killed every minute and the trainer a few times. At the end a table says which
-steps and prompts were trained how often, and how memory and open files of each trainer's life grew.
+real ones by --server) stand behind proxies that hang (wholly, in drawing, in weight syncs), refuse,
+are slow and spoil answers; a reward now and then raises, gives NaN, hangs or ends its process; a
+server is killed every minute and the trainer a few times. At the end a table shows how often steps
+and prompts were trained, and how memory and open files of each life of the trainer grew.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import tempfile
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import aiohttp
@@ -26,13 +28,29 @@ from aiohttp import web
 from harness import Report, read_lines
 
 REPO = Path(__file__).parents[1]
-FAULTS = {"hang": 40.0, "500": 8.0, "nan": 8.0, "cut": 8.0, "slow": 10.0}
+FAULTS = {
+    "hang": 40.0,
+    "hang_draw": 40.0,
+    "hang_sync": 40.0,
+    "slow": 10.0,
+    "exhausted": 8.0,
+    "500": 8.0,
+    "reset": 8.0,
+    "cut": 8.0,
+    "html": 8.0,
+    "nan": 8.0,
+    "null": 8.0,
+    "floor": 8.0,
+    "half": 8.0,
+}
 """Seconds that each lasts: a server that hangs must be dropped meanwhile."""
 REST_SECONDS = 6.0
 SHARE = 0.3
 """Share of answers that a fault of answers spoils."""
 SAMPLE_SECONDS = 2.0
 ANSWERS = ("/inference/v1/generate", "/v1/completions")
+SYNC = ("/pause", "/start_weight_update", "/update_weights", "/finish_weight_update", "/resume")
+DROPS = ("dropped/", "cancelled/", "episodes/redone")
 CONFIG = """
 [run]
 max_steps = 1000000
@@ -54,10 +72,13 @@ kind = "rl"
 entropy_coef = 0.01
 [env]
 kind = "calculator"
+[[rewards]]
+function = "soak_reward.py:judge"
+timeout = 3.0
 [rollout]
 engine = "vllm"
 mode = "async"
-max_lag = 2
+max_lag = {max_lag}
 prompts_per_step = 4
 group_size = 4
 zero_advantage = "keep"
@@ -72,6 +93,26 @@ max_new_tokens = 16
 console = "plain"
 plot = false
 """
+MAX_LAG = 2
+REWARD = '''
+"""Verdicts of a coin, so that every group has something to learn; and what goes wrong."""
+import os
+import random
+import time
+
+
+def judge(completions, **columns):
+    fault = random.random()
+    if fault < 0.002:
+        raise ConnectionError("no judge")
+    if fault < 0.004:
+        return [float("nan")] * len(completions)
+    if fault < 0.005:
+        time.sleep(60)
+    if fault < 0.006:
+        os._exit(1)
+    return [float(random.random() < 0.5) for _ in completions]
+'''
 
 
 def make_model(folder: Path) -> Path:
@@ -138,18 +179,21 @@ class Proxy:
         self.port = runner.addresses[0][1]
 
     async def handle(self, request: web.Request) -> web.StreamResponse:
-        answers = request.path in ANSWERS
+        answers, fault = request.path in ANSWERS, self.fault
         spoils = answers and self.dice.random() < SHARE
-        if self.fault == "hang":
-            self.injected["hang"] += 1
-            while self.fault == "hang":
+        if HANGS.get(fault, lambda _: False)(request.path):
+            self.injected[fault] += 1
+            while self.fault == fault:
                 await asyncio.sleep(0.1)
             return self.abort(request)
-        if self.fault == "slow":
-            self.injected["slow"] += 1
+        if fault == "slow":
+            self.injected[fault] += 1
             await asyncio.sleep(2.0)
-        if self.fault == "500" and spoils:
-            self.injected["500"] += 1
+        if answers and fault == "exhausted":
+            self.injected[fault] += 1
+            return web.Response(status=503, text="out of memory", headers={"Retry-After": "1"})
+        if spoils and fault == "500":
+            self.injected[fault] += 1
             return web.Response(status=500, text="EngineCore encountered an issue")
         headers = {k: v for k, v in request.headers.items() if k != "Host"}
         url = self.target + str(request.rel_url)
@@ -161,10 +205,21 @@ class Proxy:
                 raw, status, kind = await answer.read(), answer.status, answer.content_type
         except (aiohttp.ClientError, OSError):
             return self.abort(request)
-        if spoils and status == 200 and self.fault in ("nan", "cut"):
-            self.injected[self.fault] += 1
-            raw = raw[: len(raw) // 2] if self.fault == "cut" else spoil_logprobs(raw)
+        if spoils and status == 200 and fault == "reset":
+            self.injected[fault] += 1
+            return await self.break_off(request, raw)
+        if spoils and status == 200 and fault in SPOILS:
+            self.injected[fault] += 1
+            raw = SPOILS[fault](raw)
         return web.Response(status=status, body=raw, content_type=kind)
+
+    async def break_off(self, request: web.Request, raw: bytes) -> web.StreamResponse:
+        """Break the connection in the middle of an answer of the announced length."""
+        response = web.StreamResponse(headers={"Content-Length": str(len(raw))})
+        await response.prepare(request)
+        await response.write(raw[: len(raw) // 2])
+        self.abort(request)
+        return response
 
     @staticmethod
     def abort(request: web.Request) -> web.Response:
@@ -174,13 +229,38 @@ class Proxy:
         return web.Response()
 
 
-def spoil_logprobs(raw: bytes) -> bytes:
-    """Make the last log-prob of an answer NaN."""
+def spoil_last(raw: bytes, value: float | None) -> bytes:
+    """Replace the last log-prob of an answer."""
     body = json.loads(raw)
-    for choice in body.get("choices", ()):
-        entries = (choice.get("logprobs") or {}).get("content") or [{}]
-        entries[-1]["logprob"] = float("nan")
+    for choice in body["choices"]:
+        choice["logprobs"]["content"][-1]["logprob"] = value
     return json.dumps(body).encode()
+
+
+def halve_logprobs(raw: bytes) -> bytes:
+    """Leave the log-probs of the first half of an answer's tokens."""
+    body = json.loads(raw)
+    for choice in body["choices"]:
+        content = choice["logprobs"]["content"]
+        choice["logprobs"]["content"] = content[: len(content) // 2]
+    return json.dumps(body).encode()
+
+
+HANGS: dict[str, Callable[[str], bool]] = {
+    "hang": lambda path: True,
+    "hang_draw": lambda path: path in ANSWERS,
+    "hang_sync": lambda path: path in SYNC,
+}
+"""Paths that are never answered."""
+SPOILS: dict[str, Callable[[bytes], bytes]] = {
+    "cut": lambda raw: raw[: len(raw) // 2],
+    "html": lambda raw: b"<html>502 Bad Gateway</html>",
+    "nan": lambda raw: spoil_last(raw, float("nan")),
+    "null": lambda raw: spoil_last(raw, None),
+    "floor": lambda raw: spoil_last(raw, -9999.0),
+    "half": halve_logprobs,
+}
+"""Other answers of status 200. vLLM itself writes -9999 for a NaN."""
 
 
 def run_proxies(proxies: list[Proxy]) -> None:
@@ -217,6 +297,7 @@ class Trainer:
     def __init__(self, folder: Path, config: str):
         self.folder = folder
         (folder.parent / "soak.toml").write_text(config)
+        (folder.parent / "soak_reward.py").write_text(REWARD)
         self.lives: list[list[tuple[float, float, int]]] = []
         self.start()
 
@@ -253,18 +334,24 @@ class Trainer:
 
 
 def check_training(folder: Path) -> dict[str, int]:
-    """Return how often steps and prompts were trained."""
+    """Return how often steps and prompts were trained. A group with tokens that are too old is
+    dropped, and one that becomes too old while it is played, or fails, is asked again a few
+    times."""
     steps = Counter(line["step"] for line in read_lines(folder / "metrics.jsonl") if "loss" in line)
-    trained = {
-        (line["step"], line["prompt_number"]) for line in read_lines(folder / "samples.jsonl")
-    }
-    prompts = Counter(number for _, number in trained)
+    lag: dict[tuple[int, int], int] = {}
+    for line in read_lines(folder / "samples.jsonl"):
+        key = (line["step"], line["prompt_number"])
+        lag[key] = max(lag.get(key, 0), line["step"] - 1 - line["policy_version"])
+    prompts = Counter(number for (_, number), age in lag.items() if age <= MAX_LAG)
+    judged = {number for _, number in lag}
     return {
         "steps": len(steps),
         "steps_lost": max(steps, default=0) - len(steps),
         "steps_twice": sum(count > 1 for count in steps.values()),
         "prompts": len(prompts),
         "prompts_twice": sum(count > 1 for count in prompts.values()),
+        "prompts_too_old": len(judged - set(prompts)),
+        "prompts_given_up": max(judged, default=-1) + 1 - len(judged),
     }
 
 
@@ -305,7 +392,7 @@ def main() -> None:
     proxies = [Proxy(target, random.Random(dice.random())) for target in targets]
     run_proxies(proxies)
     urls = json.dumps([f"http://127.0.0.1:{proxy.port}" for proxy in proxies])
-    trainer = Trainer(root / "run", CONFIG.format(model=model, servers=urls))
+    trainer = Trainer(root / "run", CONFIG.format(model=model, servers=urls, max_lag=MAX_LAG))
     while not read_lines(root / "run" / "metrics.jsonl"):
         assert trainer.process.poll() is None, (root / "run.log").read_text()[-3000:]
         time.sleep(SAMPLE_SECONDS)
@@ -347,10 +434,12 @@ def main() -> None:
     )
     for number, samples in enumerate(life for life in trainer.lives if life):
         report.add(life=number, **describe_life(samples))
-    counters: Counter[str] = Counter()
-    for line in read_lines(root / "run" / "metrics.jsonl")[-1:]:
-        counters.update({k: v for k, v in line.items() if k.startswith("vllm/")})
-    report.add(life="last", **{name: int(count) for name, count in sorted(counters.items())})
+    lines, dropped = read_lines(root / "run" / "metrics.jsonl"), Counter()
+    for line in lines:
+        dropped.update({k: int(v) for k, v in line.items() if k.startswith(DROPS)})
+    report.add(**dict(sorted(dropped.items())))
+    counters = {k: int(v) for line in lines[-1:] for k, v in line.items() if k.startswith("vllm/")}
+    report.add(life="last", **dict(sorted(counters.items())))
     print(f"the run and its log are in {root}")
 
 

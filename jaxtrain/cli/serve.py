@@ -22,7 +22,7 @@ from jaxtrain.safe_io import read_text
 if TYPE_CHECKING:
     from jaxtrain.api import Model
     from jaxtrain.generation.local.engine import LocalEngine
-    from jaxtrain.generation.serving.answerer import Score, ServedModel
+    from jaxtrain.generation.serving.answerer import ServedModel
 
 KEY_VARIABLE = "JAXTRAIN_API_KEY"
 MAX_KEY = 4096
@@ -158,40 +158,9 @@ def open_models(
         sampler = model.sampler(True, args.draft, policy, args.max_num_seqs)
         sampler.use(split_layers(model, sampler.model), model.snapshot.step)
         engine = LocalEngine(sampler, thread)
-        # Only the first policy's weights are at hand to score texts by.
-        can_score = model.open_sampler is None and policy == policies[0]
-        score = make_score(model, thread) if can_score else None
         engines.append(engine)
-        models.append(ServedModel(policy or name, engine, describe_version(model), score))
+        models.append(ServedModel(policy or name, engine, describe_version(model)))
     return engines, models
-
-
-def make_score(model: "Model", thread: ThreadPoolExecutor) -> "Score":
-    """Return what scores prompts and finds likely tokens, in the sampler's thread: between its
-    chunks."""
-    import numpy as np
-
-    from jaxtrain.core.scorer import make_topk
-    from jaxtrain.data.packing.pack import lay_out
-    from jaxtrain.data.packing.tree import chain
-    from jaxtrain.environments.chat_request import MAX_TOP_LOGPROBS
-
-    def work(tokens: list[int], k: int) -> tuple[Any, Any]:
-        (values,) = model.logprobs([tokens])
-        values[0] = np.nan
-        if not k:
-            return values.tolist(), [()] * len(tokens)
-        role = model.snapshot.roles
-        # One program for every number.
-        score = make_topk(role.rebuild(role.trained), min(MAX_TOP_LOGPROBS, model.vocab_size))
-        (top,) = model.run_packed([lay_out(chain(np.asarray(tokens, np.int32), {}))], score, 1)
-        best = zip(top.ids[1:, :k].tolist(), top.logp[1:, :k].tolist(), strict=True)
-        return values.tolist(), [(), *(list(zip(*pair, strict=True)) for pair in best)]
-
-    async def score(tokens: Any, k: int) -> tuple[Any, Any]:
-        return await asyncio.get_running_loop().run_in_executor(thread, work, list(tokens), k)
-
-    return score
 
 
 async def follow(model: "Model", models: "list[ServedModel]", engines: "list[LocalEngine]") -> None:

@@ -23,7 +23,7 @@ from jaxtrain.environments.request_fields import (
     same_number,
 )
 from jaxtrain.environments.tool_calls import split_thinking
-from jaxtrain.generation.engine import Sampling
+from jaxtrain.generation.engine import MAX_LIKELY, Sampling
 from jaxtrain.huggingface.chat_template import TemplateFailed, check_kwargs
 from jaxtrain.text_safety import show
 
@@ -32,7 +32,6 @@ MODEL = "policy"
 GIVEN_IDS = "generation_token_ids"
 """Key of a message: token ids of a turn that an agent hands back."""
 OWN_KEYS = (GIVEN_IDS, "prompt_token_ids", "generation_log_probs")
-MAX_TOP_LOGPROBS = 20
 
 STRUCTURED = {"json": "json_schema", "regex": "regex", "choice": "choice"}
 """Keys of a request's structured_outputs, and of guided_KEY as vLLM had it before, and ours."""
@@ -52,6 +51,8 @@ class ChatRequest(NamedTuple):
     """Variables of the chat template."""
     stop_ids: tuple[int, ...] = ()
     """Tokens that end the answer besides those of the template."""
+    likely: int = 0
+    """Number of likely tokens at each place of the answer."""
 
 
 def read_request(
@@ -66,14 +67,13 @@ def read_request(
         refuse(f"the body must be an object, found {describe(body)}")
     check_fields(body, CHAT, note)
     conversation = read_conversation(body, note)
-    if check_top_logprobs(body):
-        note("top_logprobs (the drawn token's is all there is)")
+    likely = check_top_logprobs(body)
     if body.get("model") not in (None, "", MODEL):
         raise RequestRefused(404, f"model {show(body['model'], 60)} is not served; {MODEL!r} is")
     sampling = limit(body, sampling)
     stops = read_stop_ids(body, vocabulary)
     messages, token_ids, tools, kwargs = conversation
-    return ChatRequest(messages, token_ids, tools, sampling, kwargs, stops)
+    return ChatRequest(messages, token_ids, tools, sampling, kwargs, stops, likely)
 
 
 def read_conversation(
@@ -114,9 +114,19 @@ def read_conversation(
 def check_top_logprobs(body: Mapping[str, Any]) -> int:
     """Return how many likely tokens a chat request asks for at each place; RequestRefused."""
     top = body.get("top_logprobs") or 0
-    if not 0 <= top <= MAX_TOP_LOGPROBS or (top and not body.get("logprobs")):
-        refuse(f"top_logprobs {top} must be 0 to {MAX_TOP_LOGPROBS}, and with logprobs alone")
+    if not 0 <= top <= MAX_LIKELY or (top and not body.get("logprobs")):
+        refuse(f"top_logprobs {top} must be 0 to {MAX_LIKELY}, and with logprobs alone")
     return top
+
+
+def read_logprobs(params: Mapping[str, Any]) -> int | None:
+    """Return how many likely tokens a completion, or a request by tokens, asks for at each place;
+    None: no log-probs at all. RequestRefused."""
+    count = params.get("logprobs")
+    count = {True: 1, False: None}[count] if isinstance(count, bool) else count
+    if count is not None and not 0 <= count <= MAX_LIKELY:
+        refuse(f"logprobs {show(count, 40)} must be 0 to {MAX_LIKELY}")
+    return count
 
 
 def read_stop_ids(body: Mapping[str, Any], vocabulary: int) -> tuple[int, ...]:

@@ -2,12 +2,12 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.environments.chat_request import MODEL
 from jaxtrain.environments.episode_record import ChatAnswer
-from jaxtrain.generation.engine import Completion
+from jaxtrain.generation.engine import Completion, Likely
 
 
 def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -29,19 +29,11 @@ def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict
     reason = "tool_calls" if calls and drawn.finish_reason == "stop" else drawn.finish_reason
     choice: dict[str, Any] = {"index": 0, "message": message, "finish_reason": reason}
     if body.get("logprobs"):
-        entries = [
-            {
-                "token": f"token_id:{token}",
-                "logprob": value if value == value else None,
-                "bytes": None,
-            }
-            for token, value in zip(drawn.tokens, drawn.logprobs, strict=True)
-        ]
-        # Engines report the drawn token's alone.
-        top = bool(body.get("top_logprobs"))
-        choice["logprobs"] = {
-            "content": [{**entry, "top_logprobs": [entry] * top} for entry in entries]
-        }
+        likely = drawn.likely
+        if body.get("top_logprobs") and not likely:
+            # Of an engine that reports the drawn token's alone.
+            likely = [[pair] for pair in zip(drawn.tokens, drawn.logprobs, strict=True)]
+        choice["logprobs"] = write_logprobs(drawn.tokens, drawn.logprobs, likely)
     response = {
         "id": number,
         "object": "chat.completion",
@@ -59,14 +51,18 @@ def write_chat(answer: ChatAnswer, number: str, body: Mapping[str, Any]) -> dict
 def write_tokens(prompt: list[int], drawn: Completion, number: str) -> dict[str, Any]:
     """Build the response to POST /inference/v1/generate."""
     tokens = [int(token) for token in drawn.tokens]
+    likely = drawn.likely or [()] * len(tokens)
     content = [
         {
             "token_id": token,
-            "logprob": value if value == value else None,
+            "logprob": write_number(value),
             "rank": None,
-            "top_logprobs": [],
+            "top_logprobs": [
+                {"token_id": other, "logprob": write_number(logprob), "rank": rank}
+                for rank, (other, logprob) in enumerate(best, 1)
+            ],
         }
-        for token, value in zip(tokens, drawn.logprobs, strict=True)
+        for token, value, best in zip(tokens, drawn.logprobs, likely, strict=True)
     ]
     choice = {
         "index": 0,
@@ -77,6 +73,33 @@ def write_tokens(prompt: list[int], drawn: Completion, number: str) -> dict[str,
     }
     usage = write_usage(len(prompt), len(tokens))
     return {"request_id": number, "choices": [choice], "prompt_token_ids": prompt, "usage": usage}
+
+
+def write_logprobs(
+    tokens: Sequence[int],
+    logprobs: Sequence[float],
+    likely: Sequence[Likely] = (),
+    name: Callable[[int], str] = "token_id:{}".format,
+) -> dict[str, Any]:
+    """Build the log-probs of a chat's answer, as OpenAI writes them. likely: the most probable
+    tokens of each place; empty for none. name: maps a token to its text."""
+
+    def entry(token: int, value: float) -> dict[str, Any]:
+        text = name(token)
+        return {"token": text, "logprob": write_number(value), "bytes": list(text.encode())}
+
+    places = zip(tokens, logprobs, likely or [()] * len(tokens), strict=True)
+    return {
+        "content": [
+            {**entry(token, value), "top_logprobs": [entry(*pair) for pair in best]}
+            for token, value, best in places
+        ]
+    }
+
+
+def write_number(value: float) -> float | None:
+    """Return a log-prob as JSON has it: null for NaN, the least number for what is impossible."""
+    return None if value != value else max(value, -9999.0)
 
 
 def write_usage(prompt: int, completion: int) -> dict[str, int]:

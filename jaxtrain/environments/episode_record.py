@@ -109,7 +109,9 @@ class EpisodeRecord:
     async def chat(self, body: Any) -> ChatAnswer:
         """Sample the turn that a chat request asks for; RequestRefused."""
         request, drawn, prompt = await self._prepare(body)
-        completion = await self._generate(prompt.tokens, request.sampling, request.stop_ids)
+        completion = await self._generate(
+            prompt.tokens, request.sampling, request.stop_ids, request.likely
+        )
         number = len(self.history.turns)
         turn = self._add(prompt, completion)
         shown = turn.tokens[:-1] if turn.finished else turn.tokens
@@ -136,14 +138,19 @@ class EpisodeRecord:
         return ChatAnswer(message, prompt.tokens, completion)
 
     async def continue_tokens(
-        self, tokens: Sequence[int], sampling: Sampling, stop_ids: Sequence[int] = ()
+        self,
+        tokens: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        likely: int = 0,
     ) -> Completion:
         """Sample a turn from a token prompt; RequestRefused. sampling: the episode's, perhaps
-        restricted by chat_request.limit. stop_ids: tokens that end it besides the template's."""
+        restricted by chat_request.limit. stop_ids: tokens that end it besides the template's.
+        likely: number of likely tokens at each place."""
         size = self.vocabulary
         if not tokens or any(not 0 <= token < size for token in tokens):
             raise RequestRefused(400, f"token_ids must be one or more of the ids 0 to {size - 1}")
-        completion = await self._generate(list(tokens), sampling, stop_ids)
+        completion = await self._generate(list(tokens), sampling, stop_ids, likely)
         self._add(Prompt(list(tokens), []), completion)
         return completion
 
@@ -269,7 +276,11 @@ class EpisodeRecord:
         return self.history.add(prompt, completion)
 
     async def _generate(
-        self, tokens: list[int], sampling: Sampling, stop_ids: Sequence[int] = ()
+        self,
+        tokens: list[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int] = (),
+        likely: int = 0,
     ) -> Completion:
         if self._closed:
             raise RequestRefused(410, f"episode {self.id} has ended")
@@ -278,11 +289,17 @@ class EpisodeRecord:
             self._refuse_length(str(len(tokens)))
         if room < sampling.max_new_tokens:
             sampling = sampling.model_copy(update={"max_new_tokens": room})
+        options = {"likely": likely} if likely else {}
+        if likely and not getattr(self.engine, "reports_likely", False):
+            self.form.note("top_logprobs (the engine reports the drawn token's alone)")
+            options = {}
         ends, work = (*self.history.template.ends, *stop_ids), asyncio.current_task()
         assert work is not None, "an endpoint asks in a task"
         self._asking.add(work)
         try:
-            completion = await self.engine.generate(tokens, sampling, ends, index=self.index)
+            completion = await self.engine.generate(
+                tokens, sampling, ends, index=self.index, **options
+            )
         except (EpisodeFailed, RunStopped, UserError) as error:
             constrained = sampling.structured_outputs != self.sampling.structured_outputs
             if isinstance(error, UserError) and constrained:

@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from aiohttp import web
 
 from jaxtrain.data.chat.omissions import Kwargs
-from jaxtrain.environments.chat_request import MODEL, limit, read_stop_ids
+from jaxtrain.environments.chat_request import MODEL, limit, read_logprobs, read_stop_ids
 from jaxtrain.environments.chat_response import split_chat, write_chat, write_tokens
 from jaxtrain.environments.endpoint_app import EndpointApp, Route, read_json, stream
 from jaxtrain.environments.episode_record import ChatAnswer, EndpointFormat, EpisodeRecord
@@ -199,7 +199,9 @@ class PolicyServer:
         tokens, params = body.get("token_ids") or [], body.get("sampling_params") or {}
         sampling = limit(params, record.sampling)
         stops = read_stop_ids(params, record.vocabulary)
-        work = record.continue_tokens(tokens, sampling, stops)
+        # Clients ask for 1 to get the drawn token's, which would cost a pass over the answer.
+        likely = read_logprobs(params) or 0
+        work = record.continue_tokens(tokens, sampling, stops, likely if likely > 1 else 0)
         completion: Completion = await self._ask(record, work)
         number = f"generate-{record.id}-{record.num_turns}"
         return web.json_response(write_tokens(tokens, completion, number))

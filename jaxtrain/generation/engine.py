@@ -13,6 +13,10 @@ Sampling = SamplingConfig
 """How tokens are drawn: temperature, then top_k, then top_p on what top_k left, then min_p."""
 
 FinishReason = Literal["stop", "length"]
+Likely = Sequence[tuple[int, float]]
+"""The most probable tokens of a place, with their log-probs, the best first."""
+MAX_LIKELY = 20
+"""Most tokens of a place that can be asked for."""
 
 
 class PromptRequest(NamedTuple):
@@ -53,6 +57,9 @@ class Completion(NamedTuple):
     routed: Any = None
     """Experts to which each token of the prompt and the answer but the last was routed, as in
     data.routes; None if the engine does not record them."""
+    likely: Sequence[Likely] = ()
+    """The most probable tokens of each token's place, with log-probs as above; empty if they were
+    not asked for."""
 
 
 class Engine(Protocol):
@@ -74,7 +81,8 @@ class Engine(Protocol):
         RunStopped when none can.
 
         index: number of the episode. The same (index, prompt, seed, weights) give the same answer
-        where the engine can promise that.
+        where the engine can promise that. An engine whose `reports_likely` is true also takes
+        `likely`: how many of the most probable tokens of each place the answer shall list.
         """
         ...
 

@@ -75,23 +75,31 @@ class EpisodeEngine:
         sampling: Sampling,
         stop_ids: Sequence[int] = (),
         index: int = 0,
+        likely: int = 0,
     ) -> Completion:
         """Continue a prompt; raises UserError for one with media tokens."""
-        scope = self._scope
+        scope, options = self._scope, {"likely": likely} if likely else {}
         if scope is None:
-            return await self._engine.generate(prompt, sampling, stop_ids, index)
+            return await self._engine.generate(prompt, sampling, stop_ids, index, **options)
         if scope.media and (problem := find_media(prompt, scope.media)):
             raise UserError(problem)
         # Before the request: a group may be given up as too old while its first tokens are drawn.
         note = None if scope.tracker is None else scope.tracker.add(scope.index)
         with scope.clock.pause():
             with nullcontext() if note is None else listen(note):
-                completion = await self._engine.generate(prompt, sampling, stop_ids, index)
+                completion = await self._engine.generate(
+                    prompt, sampling, stop_ids, index, **options
+                )
             if note is not None:
                 # Of engines that reported nothing while they drew, and of answers that were drawn
                 # by several versions: the oldest one decides whether they can be trained.
                 note(min((v for v in completion.versions if v >= 0), default=-1))
         return completion
+
+    @property
+    def reports_likely(self) -> bool:
+        """True if `generate` takes `likely`; engines from elsewhere may not."""
+        return getattr(self._engine, "reports_likely", False)
 
     @property
     def others(self) -> dict[str, Any]:

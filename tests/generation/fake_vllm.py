@@ -179,6 +179,8 @@ class FakeVllm:
         spans = [{"version": v, "start": i, "end": i + 1} for i, v in enumerate(labels)]
         logprob = self._logprob(params)
         content = [{"token_id": token, "logprob": logprob} for token in tokens]
+        for entry, best in zip(content, likely_tokens(tokens, params), strict=True):
+            entry["top_logprobs"] = [{"token_id": t, "logprob": p} for t, p in best.items()]
         choice = {"index": 0, "finish_reason": reason, "token_ids": tokens}
         choice |= {"weight_versions": spans, "logprobs": {"content": content}}
         return web.json_response({"choices": [choice]})
@@ -190,6 +192,12 @@ class FakeVllm:
             return drawn
         tokens, _, reason = drawn
         logprobs = {"token_logprobs": [self._logprob(body)] * len(tokens)}
+        if body["logprobs"]:
+            assert body["return_tokens_as_token_ids"]
+            logprobs["top_logprobs"] = [
+                {f"token_id:{t}": p for t, p in best.items()}
+                for best in likely_tokens(tokens, body)
+            ]
         choice = {"finish_reason": reason, "token_ids": tokens, "logprobs": logprobs}
         return web.json_response({"choices": [choice]})
 
@@ -364,6 +372,12 @@ class FakeVllm:
     async def _wake_up(self, request):
         self.asleep = self.asleep and request.query.get("tags") == "weights"
         return web.json_response({"status": "awake"})
+
+
+def likely_tokens(tokens, params):
+    """{token: log-prob} of each place, with one that is impossible."""
+    count = params["logprobs"]
+    return [dict([(7, -1.5), (8, -9999.0), (token, -0.5)][: 3 * count]) for token in tokens]
 
 
 CONTROL = {

@@ -23,7 +23,9 @@ class WatchedScript(ScriptedEngine):
     def load(self):
         return 0, 0
 
-    async def generate(self, prompt, sampling, stop_ids=(), index=0, watch=None):
+    reports_likely = False
+
+    async def generate(self, prompt, sampling, stop_ids=(), index=0, likely=0, watch=None):
         self.texts = [self.text]
         self.asked.append((list(prompt), sampling, tuple(stop_ids), index))
         answer = await super().generate(prompt, sampling, stop_ids, index)
@@ -87,13 +89,13 @@ class Served:
 
 @contextmanager
 def serving(tokenizer, engine, *, vocab_size=512, max_model_len=128, key=None, **options):
-    """A server that is closed afterwards. options: of ServedModel and Answerer."""
+    """A server that is closed afterwards. options: of Answerer."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
 
     async def begin():
-        model = ServedModel("toy", engine, "step-1", options.pop("score", None))
+        model = ServedModel("toy", engine, "step-1")
         form = ServingFormat(tokenizer, vocab_size, max_model_len)
         answerer = Answerer(form, [model], **{"log": lambda text: None, **options})
         app = EndpointApp(answerer.routes(), key, PUBLIC)

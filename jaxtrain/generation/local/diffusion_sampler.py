@@ -51,6 +51,8 @@ class UnmaskingSampler(Requests):
     are those with which the tokens were unmasked.
     """
 
+    predicts_next = False
+
     def __init__(
         self, model: Any, eos_ids: Any, *, how: Unmasking, most_rows: int = 64,
         max_batch: int = 64, **options: Any,

@@ -13,11 +13,13 @@ import asyncio
 import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 from jaxtrain.generation.acceptance import Acceptance
-from jaxtrain.generation.engine import Completion, EpisodeFailed, Sampling
+from jaxtrain.generation.engine import Completion, EpisodeFailed, Likely, Sampling
 from jaxtrain.generation.local.requests import Request, Requests
+from jaxtrain.generation.local.scoring import find_likely, score_text
 from jaxtrain.generation.version_tracker import find_listener
 
 PATIENCE = 3
@@ -56,11 +58,13 @@ class LocalEngine:
         sampling: Sampling,
         stop_ids: Sequence[int] = (),
         index: int = 0,
+        likely: int = 0,
         watch: Callable[[Completion], None] | None = None,
     ) -> Completion:
         """Continue a prompt, batched with all other requests; see engine.Engine.
 
-        watch: receives the answer so far, in the event loop, each time that it has grown.
+        likely: they come from a pass over the whole answer, by the weights of that time. watch:
+        receives the answer so far, in the event loop, each time that it has grown.
 
         A draw depends on (sampling.seed, index, length of the prompt, prompt, weights) alone.
         Raises EpisodeFailed for a prompt that leaves no room for an answer.
@@ -81,13 +85,28 @@ class LocalEngine:
         if self._serving is None or self._serving.done():
             self._serving = loop.create_task(self._serve())
         try:
-            return await future
+            answer = await future
         finally:
             self._unbegun.pop(request, None)
             self._watched.pop(request, None)
             # Cancelled while it was drawn: its row must not run on.
             if self._futures.pop(request, None) is not None:
                 self.sampler.abort(request)
+        if not likely:
+            return answer
+        request = self.sampler.request(list(prompt), sampling, stop_ids)
+        work = partial(find_likely, self.sampler, request, answer, likely)
+        return answer._replace(likely=await loop.run_in_executor(self._executor(), work))
+
+    @property
+    def reports_likely(self) -> bool:
+        """True if the most probable tokens of a place can be had."""
+        return self.sampler.predicts_next
+
+    async def score(self, tokens: Sequence[int]) -> tuple[list[float], list[Likely]]:
+        """Return `score_text` of a text, computed between chunks."""
+        work = partial(score_text, self.sampler, tokens)
+        return await asyncio.get_running_loop().run_in_executor(self._executor(), work)
 
     async def close(self) -> None:
         """End the thread; waiting requests fail."""
@@ -114,11 +133,17 @@ class LocalEngine:
         waiting = min(self.sampler.num_waiting, len(self._futures))
         return len(self._futures) - waiting, waiting
 
-    async def _serve(self) -> None:
-        """Draw chunks until there is no work."""
+    def _executor(self) -> ThreadPoolExecutor:
+        """Return the thread in which the device works."""
         if self._thread is None and self._shared is None:
             self._thread = ThreadPoolExecutor(1, thread_name_prefix="sampler")
-        thread, loop = self._shared or self._thread, asyncio.get_running_loop()
+        thread = self._shared or self._thread
+        assert thread is not None
+        return thread
+
+    async def _serve(self) -> None:
+        """Draw chunks until there is no work."""
+        thread, loop = self._executor(), asyncio.get_running_loop()
         while True:
             # Coroutines that just got an answer may add their next turn within a few rounds of the
             # event loop; a chunk started too early would leave them out.

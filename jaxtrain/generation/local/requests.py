@@ -62,6 +62,8 @@ class Request:
 class Requests(ABC):
     """Continues prompts with a model of `jaxtrain.models`; see `LocalSampler`."""
 
+    predicts_next = True
+    """Answers are drawn token by token, each from a distribution given those before it."""
     acceptance: Acceptance | None = None
     """Totals over all cycles of a draft; None before the first."""
 

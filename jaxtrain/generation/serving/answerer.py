@@ -11,7 +11,7 @@ import asyncio
 import itertools
 import sys
 import traceback
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Protocol
 
@@ -22,14 +22,14 @@ from jaxtrain.environments.endpoint_app import Route, read_json, stream
 from jaxtrain.environments.request_fields import RequestRefused, check_fields, refuse
 from jaxtrain.environments.text_stream import TextStream
 from jaxtrain.errors import UserError
-from jaxtrain.generation.engine import Completion, EpisodeFailed, Sampling
+from jaxtrain.generation.engine import Completion, EpisodeFailed, Likely, Sampling
 from jaxtrain.generation.serving.open_request import (
     DETOKENIZE,
     TOKENIZE,
     OpenRequest,
     ServingFormat,
 )
-from jaxtrain.generation.serving.open_response import Likely, ResponseWriter, ScoredTokens
+from jaxtrain.generation.serving.open_response import ResponseWriter, ScoredTokens
 from jaxtrain.text_safety import escape_control_chars, show
 
 PUBLIC = ("/health", "/ping", "/metrics")
@@ -46,9 +46,20 @@ class WatchedEngine(Protocol):
         sampling: Sampling,
         stop_ids: Sequence[int] = (),
         index: int = 0,
+        likely: int = 0,
         watch: Callable[[Completion], None] | None = None,
     ) -> Coroutine[Any, Any, Completion]:
         """Continue a prompt."""
+        ...
+
+    @property
+    def reports_likely(self) -> bool:
+        """True if `generate` takes `likely` and texts can be scored."""
+        ...
+
+    async def score(self, tokens: Sequence[int]) -> tuple[Sequence[float], Sequence[Likely]]:
+        """Return (the log-prob of each token given those before it, the first: NaN, and the
+        MAX_LIKELY most probable tokens of each place), at temperature 1."""
         ...
 
     def load(self) -> tuple[int, int]:
@@ -56,16 +67,11 @@ class WatchedEngine(Protocol):
         ...
 
 
-Score = Callable[[Sequence[int], int], Awaitable[tuple[Sequence[float], Sequence[Likely]]]]
-"""(tokens, K) -> the log-prob of each given those before it (the first: NaN), and the K most
-probable tokens of each place, at temperature 1."""
-
-
 class ServedModel:
     """A model by its name in requests, and the version of its weights."""
 
-    def __init__(self, name: str, engine: WatchedEngine, version: str, score: Score | None = None):
-        self.name, self.engine, self.version, self.score = name, engine, version, score
+    def __init__(self, name: str, engine: WatchedEngine, version: str):
+        self.name, self.engine, self.version = name, engine, version
         self.running = 0
         """Requests that are being answered."""
         self._swap: tuple[Callable[[], None], str] | None = None
@@ -207,7 +213,8 @@ class Answerer:
             raise RequestRefused(503, f"{self.max_waiting:,} requests are being answered")
         # In a thread: a long text takes seconds, and others wait.
         parsed: OpenRequest = await asyncio.to_thread(read, body, self._note)
-        if (parsed.logprobs or (parsed.echo and parsed.logprobs == 0)) and model.score is None:
+        scored = parsed.logprobs or (parsed.echo and parsed.logprobs == 0)
+        if scored and not model.engine.reports_likely:
             refuse("logprobs of likely tokens and of prompts cannot be had from this model")
         async with model.answering() as version:
             number = f"{next(self._numbers)}"
@@ -361,7 +368,7 @@ class Answers:
         prompt, number = request.prompts[index // request.n], index % request.n
         try:
             completion = await self.model.engine.generate(
-                prompt, request.sampling, request.ends, number, watch
+                prompt, request.sampling, request.ends, number, request.logprobs or 0, watch
             )
         except UserError as error:
             # A regex or a schema that cannot be compiled.
@@ -378,24 +385,14 @@ class Answers:
         """Return the tokens of an answer, after those of its prompt if it is echoed, with log-probs
         and likely tokens as they were asked for."""
         request, tokens = self.request, completion.tokens
-        if not self.is_scored:
-            return ScoredTokens(tokens, completion.logprobs)
-        assert self.model.score is not None and request.logprobs is not None, "checked before"
+        answer = ScoredTokens(tokens, completion.logprobs, completion.likely)
+        if request.logprobs is None or not request.echo:
+            return answer
         prompt = request.prompts[index // request.n]
-        values, likely = await self.model.score([*prompt, *tokens], request.logprobs)
-        start, temperature = len(prompt), request.sampling.temperature or 1.0
-        # Those of the answer are at its temperature: log-probs at 1 divided by it, but for a
-        # number that is the same for all tokens of a place.
-        scaled = [
-            [(token, (value - drawn) / temperature + tempered) for token, value in best]
-            for best, drawn, tempered in zip(
-                likely[start:], values[start:], completion.logprobs, strict=True
-            )
-        ]
-        if not request.echo:
-            return ScoredTokens(tokens, completion.logprobs, scaled)
+        values, likely = await self.model.engine.score(prompt)
+        best = [place[: request.logprobs] for place in likely]
         return ScoredTokens(
             [*prompt, *tokens],
-            [*values[:start], *completion.logprobs],
-            [*likely[:start], *scaled] if request.logprobs else [],
+            [*values, *completion.logprobs],
+            [*best, *(completion.likely or [()] * len(tokens))] if request.logprobs else [],
         )

@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from jaxtrain.config.limits import SEED
 from jaxtrain.data.chat.template import TemplateFailed, encode, end_of_turn_ids
 from jaxtrain.environments.chat_request import (
-    MAX_TOP_LOGPROBS,
     check_top_logprobs,
     read_conversation,
+    read_logprobs,
     read_stop_ids,
     read_structured,
 )
@@ -152,10 +152,6 @@ class ServingFormat:
     def read_completion(self, body: Mapping[str, Any], note: Note) -> OpenRequest:
         """Parse POST /v1/completions; RequestRefused."""
         check_fields(body, COMPLETION, note)
-        logprobs = body.get("logprobs")
-        logprobs = {True: 1, False: None}[logprobs] if isinstance(logprobs, bool) else logprobs
-        if logprobs is not None and not 0 <= logprobs <= MAX_TOP_LOGPROBS:
-            refuse(f"logprobs {show(logprobs, 40)} must be 0 to {MAX_TOP_LOGPROBS}")
         stops = read_stop_ids(body, self.vocab_size)
         return self._finish(
             body,
@@ -164,7 +160,7 @@ class ServingFormat:
             ends=(*self.eos, *stops),
             tools=[],
             opened=False,
-            logprobs=logprobs,
+            logprobs=read_logprobs(body),
             echo=bool(body.get("echo")),
         )
 

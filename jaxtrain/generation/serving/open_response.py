@@ -6,14 +6,11 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain.environments.chat_response import write_usage
+from jaxtrain.environments.chat_response import write_logprobs, write_number, write_usage
 from jaxtrain.environments.episode_record import make_call_id
 from jaxtrain.environments.tool_calls import ToolCall
-from jaxtrain.generation.engine import FinishReason
+from jaxtrain.generation.engine import FinishReason, Likely
 from jaxtrain.generation.serving.open_request import OpenRequest
-
-Likely = Sequence[tuple[int, float]]
-"""The most probable tokens of a place, with their log-probs, the best first."""
 
 
 class ScoredTokens(NamedTuple):
@@ -114,20 +111,7 @@ class ResponseWriter:
         """Build the log-probs of an answer, or of a piece of it; None if none were asked for."""
         if self.request.logprobs is None:
             return None
-        return self._chat_logprobs(scored) if self.request.chat else self._legacy(scored)
-
-    def _chat_logprobs(self, scored: ScoredTokens) -> dict[str, Any]:
-        def entry(token: int, value: float) -> dict[str, Any]:
-            text = self._name(token)
-            return {"token": text, "logprob": number(value), "bytes": list(text.encode())}
-
-        likely = scored.likely or [()] * len(scored.tokens)
-        return {
-            "content": [
-                {**entry(token, value), "top_logprobs": [entry(*pair) for pair in best]}
-                for token, value, best in zip(scored.tokens, scored.logprobs, likely, strict=True)
-            ]
-        }
+        return write_logprobs(*scored, self._name) if self.request.chat else self._legacy(scored)
 
     def _legacy(self, scored: ScoredTokens) -> dict[str, Any]:
         names = [self._name(token) for token in scored.tokens]
@@ -135,12 +119,12 @@ class ResponseWriter:
         for name in names:
             offsets.append(offset)
             offset += len(name)
-        values = [number(value) for value in scored.logprobs]
+        values = [write_number(value) for value in scored.logprobs]
         likely = scored.likely or [()] * len(names)
         top = []
         for name, value, best in zip(names, values, likely, strict=True):
             # The token itself is among them even if it is not one of the most probable.
-            pairs = {self._name(token): number(p) for token, p in best} | {name: value}
+            pairs = {self._name(token): write_number(p) for token, p in best} | {name: value}
             top.append(None if value is None else pairs)
         return {
             "tokens": names,
@@ -169,8 +153,3 @@ def write_calls(calls: Iterable[ToolCall]) -> list[dict[str, Any]]:
         }
         for call in calls
     ]
-
-
-def number(value: float) -> float | None:
-    """Return a log-prob as JSON has it: null for NaN, the least number for what is impossible."""
-    return None if value != value else max(value, -9999.0)

@@ -22,7 +22,7 @@ import numpy as np
 
 from jaxtrain.batch import RouteShape, join_routes
 from jaxtrain.errors import RunStopped, UserError
-from jaxtrain.generation.engine import Completion, EpisodeFailed, KeepLost, Sampling
+from jaxtrain.generation.engine import Completion, EpisodeFailed, KeepLost, Likely, Sampling
 from jaxtrain.generation.version_tracker import note_version
 from jaxtrain.generation.vllm.control import explain, headers
 from jaxtrain.generation.vllm.messages import (
@@ -76,6 +76,8 @@ class AnswerPart:
     max_tokens: int
     seed: int
     session: int
+    likely: int = 0
+    """Number of likely tokens to list at each place."""
     masks: bool = False
     """Accept an answer some of whose log-probs are missing: another one had none, either."""
 
@@ -133,6 +135,8 @@ class VllmEngine:
 
     May be used from several event loops, one after the other or at once.
     """
+
+    reports_likely = True
 
     def __init__(
         self,
@@ -198,12 +202,14 @@ class VllmEngine:
         sampling: Sampling,
         stop_ids: Sequence[int] = (),
         index: int = 0,
+        likely: int = 0,
     ) -> Completion:
         """Continue a prompt; see `engine.Engine`."""
         connection = self._loop_connection()
         tokens: list[int] = []
         logprobs: list[float] = []
         versions: list[int] = []
+        best: list[Likely] = []
         routed: np.ndarray | None = None
         failures, pause = 0, self.first_pause
         session = index // (self.group_size or 1)
@@ -225,6 +231,7 @@ class VllmEngine:
                         max_tokens=sampling.max_new_tokens - len(tokens),
                         seed=derive_seed(sampling.seed, index, len(prompt) + len(tokens)),
                         session=session,
+                        likely=likely,
                         masks=masks,
                     )
                     answer, drawn = await self._request(connection, server, part)
@@ -250,13 +257,14 @@ class VllmEngine:
                 tokens += answer.tokens
                 logprobs += answer.logprobs
                 versions += drawn
+                best += answer.likely
                 routed = join_routes(routed, answer.routed)
                 # A weight update interrupted the answer: continue behind the tokens drawn so far.
                 if answer.finish_reason == "abort" and len(tokens) < sampling.max_new_tokens:
                     self.servers.count("interrupted")
                     continue
                 reason = "stop" if answer.finish_reason == "stop" else "length"
-                return Completion(tokens, logprobs, reason, versions, routed)
+                return Completion(tokens, logprobs, reason, versions, routed, best)
         raise EpisodeFailed("vllm: asked too often")
 
     def _log_failure(self, lost: AnswerLost) -> None:
@@ -320,6 +328,7 @@ class VllmEngine:
             max_tokens=part.max_tokens,
             seed=part.seed,
             model=model,
+            likely=part.likely,
         )
         # The config refuses those that the body has already.
         body.get("sampling_params", body).update(self.servers.config.generation_kwargs)
@@ -341,7 +350,9 @@ class VllmEngine:
                 f" {part.max_tokens}: HTTP {status}, {explain(raw)}"
             )
         try:
-            answer = parse_answer(route, raw, part.max_tokens, len(part.prompt), self.routes)
+            answer = parse_answer(
+                route, raw, part.max_tokens, len(part.prompt), self.routes, part.likely
+            )
         except GarbageAnswer as error:
             self.servers.note_answer(server, str(error))
             raise AnswerLost("bad answer", f"{server.url}{route}: {error}") from None

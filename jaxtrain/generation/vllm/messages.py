@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain.batch import RouteShape
-from jaxtrain.generation.engine import Sampling
+from jaxtrain.generation.engine import Likely, Sampling
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 
@@ -38,6 +38,8 @@ class ServerAnswer(NamedTuple):
     """stop, length, or abort: the server was ordered to return what it had."""
     labels: list[str] | None
     """The server's name for the weights that drew each token; None if it does not report them."""
+    likely: Sequence[Likely] = ()
+    """The most probable tokens of each place, if they were asked for."""
     routed: np.ndarray | None = None
     """Record (data.routes) of the experts for the prompt's tokens and these; None if the server
     keeps none."""
@@ -52,9 +54,12 @@ def build_request(
     max_tokens: int,
     seed: int,
     model: str,
+    likely: int = 0,
 ) -> dict[str, Any]:
-    """Build the body of a request. Everything that changes the distribution is sent explicitly:
-    vLLM takes what is missing from the model's generation_config.json."""
+    """Build the body of a request. likely: number of tokens to list at each place.
+
+    Everything that changes the distribution is sent explicitly: vLLM takes what is missing from the
+    model's generation_config.json."""
     greedy = sampling.temperature == 0
     params = {
         "n": 1,
@@ -70,7 +75,7 @@ def build_request(
         "stop_token_ids": [int(token) for token in stop_ids],
         "stop": list(sampling.stop),
         # 0: that of the drawn token alone.
-        "logprobs": 0,
+        "logprobs": likely,
     }
     structured = sampling.structured_outputs
     if structured.json_schema:
@@ -80,7 +85,8 @@ def build_request(
     tokens = [int(token) for token in prompt]
     if route == GENERATE:
         return {"model": model, "token_ids": tokens, "sampling_params": params}
-    return {"model": model, "prompt": tokens, "return_token_ids": True, **params}
+    names = {"return_token_ids": True, "return_tokens_as_token_ids": bool(likely)}
+    return {"model": model, "prompt": tokens, **names, **params}
 
 
 def derive_seed(seed: int, index: int, position: int) -> int:
@@ -92,12 +98,17 @@ def derive_seed(seed: int, index: int, position: int) -> int:
 
 
 def parse_answer(
-    route: str, raw: bytes, max_tokens: int, num_prompt: int = 0, routes: RouteShape | None = None
+    route: str,
+    raw: bytes,
+    max_tokens: int,
+    num_prompt: int = 0,
+    routes: RouteShape | None = None,
+    likely: int = 0,
 ) -> ServerAnswer:
     """Validate an answer; GarbageAnswer explains what is wrong.
 
     routes: which experts to read, for the `num_prompt` tokens of the prompt and those of the
-    answer.
+    answer. likely: number of likely tokens that were asked for at each place.
     """
     try:
         answer = json.loads(raw)
@@ -124,7 +135,8 @@ def parse_answer(
     labels, routed = _read_labels(choice, len(tokens)), None
     if routes is not None:
         routed = _read_routed(choice, num_prompt + len(tokens) - 1, routes)
-    return ServerAnswer(tokens, [float(x) for x in logprobs], reason, labels, routed)
+    best = _read_likely(route, choice, len(tokens), likely) if likely else ()
+    return ServerAnswer(tokens, [float(x) for x in logprobs], reason, labels, best, routed)
 
 
 def _read_logprobs(route: str, choice: dict[str, Any], tokens: list[int]) -> list[Any]:
@@ -140,6 +152,32 @@ def _read_logprobs(route: str, choice: dict[str, Any], tokens: list[int]) -> lis
     if ids != tokens[: len(ids)]:
         raise GarbageAnswer("the log-probs belong to other tokens than token_ids")
     return [item.get("logprob", math.nan) for item in content]
+
+
+def _read_likely(route: str, choice: dict[str, Any], count: int, most: int) -> list[Likely]:
+    """Return the most probable tokens of each of `count` places, the best first. vLLM lists the
+    drawn token among them even if it is none of these, and names tokens by their ids."""
+    try:
+        if route == COMPLETIONS:
+            places = [list((place or {}).items()) for place in choice["logprobs"]["top_logprobs"]]
+        else:
+            places = [
+                [(top.get("token_id", top.get("token")), top["logprob"]) for top in tops or []]
+                for tops in (item.get("top_logprobs") for item in choice["logprobs"]["content"])
+            ]
+        likely = [
+            [
+                (int(str(name).removeprefix("token_id:")), float(value))
+                for name, value in place
+                if value is not None and value > VLLM_NAN
+            ]
+            for place in places
+        ]
+    except (AttributeError, KeyError, TypeError, ValueError):
+        raise GarbageAnswer("its likely tokens are no ids with log-probs") from None
+    if len(likely) != count:
+        raise GarbageAnswer(f"likely tokens of {len(likely)} places for {count} tokens")
+    return [sorted(place, key=lambda pair: -pair[1])[:most] for place in likely]
 
 
 def _read_labels(choice: dict[str, Any], count: int) -> list[str] | None:
