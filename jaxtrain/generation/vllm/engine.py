@@ -12,7 +12,6 @@ tokens and continues behind them.
 """
 
 import asyncio
-import dataclasses
 import random
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -26,6 +25,7 @@ from jaxtrain.generation.engine import Completion, EpisodeFailed, KeepLost, Like
 from jaxtrain.generation.version_tracker import note_version
 from jaxtrain.generation.vllm.control import explain, headers
 from jaxtrain.generation.vllm.messages import (
+    AnswerPart,
     GarbageAnswer,
     ServerAnswer,
     build_request,
@@ -63,23 +63,6 @@ class LoopConnection(NamedTuple):
     room: asyncio.Semaphore
     gate: asyncio.Lock
     """Locked by the one request that polls for a server; the others queue behind it."""
-
-
-@dataclasses.dataclass(frozen=True)
-class AnswerPart:
-    """A request for an answer, or for its continuation after an interruption."""
-
-    prompt: list[int]
-    """The prompt and the tokens drawn so far."""
-    sampling: Sampling
-    stop_ids: Sequence[int]
-    max_tokens: int
-    seed: int
-    session: int
-    likely: int = 0
-    """Number of likely tokens to list at each place."""
-    masks: bool = False
-    """Accept an answer some of whose log-probs are missing: another one had none, either."""
 
 
 class KeptServers:
@@ -320,16 +303,7 @@ class VllmEngine:
         sent_version = server.version
         model = self.servers.label(sent_version, self.policy) if self.adapters else server.model
         route = server.route
-        body = build_request(
-            route,
-            part.prompt,
-            part.sampling,
-            part.stop_ids,
-            max_tokens=part.max_tokens,
-            seed=part.seed,
-            model=model,
-            likely=part.likely,
-        )
+        body = build_request(route, part, model)
         # The config refuses those that the body has already.
         body.get("sampling_params", body).update(self.servers.config.generation_kwargs)
         self.servers.count("requests")

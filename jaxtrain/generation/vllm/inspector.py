@@ -11,6 +11,7 @@ from jaxtrain.generation.vllm.control import ServerRefused, call
 from jaxtrain.generation.vllm.messages import (
     COMPLETIONS,
     GENERATE,
+    AnswerPart,
     GarbageAnswer,
     build_request,
     parse_answer,
@@ -164,7 +165,7 @@ class Inspector:
         taken after truncation."""
         sampling = Sampling(temperature=1.0, top_k=1, max_new_tokens=1)
         # Two tokens: a lone one ends vLLM 0.32 where a CPU runs layers of linear attention.
-        body = build_request(route, [1, 1], sampling, (), max_tokens=1, seed=0, model=model)
+        body = build_request(route, AnswerPart([1, 1], sampling, (), 1, 0), model)
         raw = call(url, "POST", route, body, timeout=timeout)
         try:
             return parse_answer(route, json.dumps(raw).encode(), 1).logprobs[0]

@@ -5,6 +5,7 @@ token. `/v1/completions` with token ids does not; there the caller must know.
 """
 
 import base64
+import dataclasses
 import hashlib
 import io
 import json
@@ -45,25 +46,33 @@ class ServerAnswer(NamedTuple):
     keeps none."""
 
 
-def build_request(
-    route: str,
-    prompt: Sequence[int],
-    sampling: Sampling,
-    stop_ids: Sequence[int],
-    *,
-    max_tokens: int,
-    seed: int,
-    model: str,
-    likely: int = 0,
-) -> dict[str, Any]:
-    """Build the body of a request. likely: number of tokens to list at each place.
+@dataclasses.dataclass(frozen=True)
+class AnswerPart:
+    """A request for an answer, or for its continuation after an interruption."""
+
+    prompt: list[int]
+    """The prompt and the tokens drawn so far."""
+    sampling: Sampling
+    stop_ids: Sequence[int]
+    max_tokens: int
+    seed: int
+    session: int = 0
+    likely: int = 0
+    """Number of likely tokens to list at each place."""
+    masks: bool = False
+    """Accept an answer some of whose log-probs are missing: another one had none, either."""
+
+
+def build_request(route: str, part: AnswerPart, model: str) -> dict[str, Any]:
+    """Build the body of a request.
 
     Everything that changes the distribution is sent explicitly: vLLM takes what is missing from the
     model's generation_config.json."""
+    sampling = part.sampling
     greedy = sampling.temperature == 0
     params = {
         "n": 1,
-        "max_tokens": max_tokens,
+        "max_tokens": part.max_tokens,
         "temperature": sampling.temperature,
         "top_p": 1.0 if greedy else sampling.top_p,
         "top_k": 0 if greedy else sampling.top_k,
@@ -71,21 +80,21 @@ def build_request(
         "repetition_penalty": 1.0,
         "presence_penalty": 0.0,
         "frequency_penalty": 0.0,
-        "seed": seed,
-        "stop_token_ids": [int(token) for token in stop_ids],
+        "seed": part.seed,
+        "stop_token_ids": [int(token) for token in part.stop_ids],
         "stop": list(sampling.stop),
         # 0: that of the drawn token alone.
-        "logprobs": likely,
+        "logprobs": part.likely,
     }
     structured = sampling.structured_outputs
     if structured.json_schema:
         params["structured_outputs"] = {"json": structured.json_schema}
     elif structured:
         params["structured_outputs"] = structured.model_dump(exclude_defaults=True)
-    tokens = [int(token) for token in prompt]
+    tokens = [int(token) for token in part.prompt]
     if route == GENERATE:
         return {"model": model, "token_ids": tokens, "sampling_params": params}
-    names = {"return_token_ids": True, "return_tokens_as_token_ids": bool(likely)}
+    names = {"return_token_ids": True, "return_tokens_as_token_ids": bool(part.likely)}
     return {"model": model, "prompt": tokens, **names, **params}
 
 
