@@ -315,7 +315,8 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
         present = choose_layers([None not in slots_of for slots_of in by_layer])
         slot = next(slot for slot in layer_slots if slot is not None)
         slots[path] = dataclasses.replace(slot, layers=present)
-    tables = {"model.embed_tokens.weight": "embed.embedding", "lm_head.weight": "lm_head.embedding"}
+    homes = {module: path for path, module in table_modules(config).items()}
+    tables = {f"{module}.weight": f"{path}.embedding" for module, path in homes.items()}
     if config.tie_word_embeddings:
         tables["lm_head.weight"] = "embed.embedding"
     scores = score_paths(config)
@@ -325,7 +326,6 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
             f"adapter.path {str(folder)!r} is a language model's, it holds no {scores[0]}; merge it"
             " into its base (jaxtrain merge) and start from that folder"
         )
-    homes = {module: path for path, module in table_modules(config).items()}
     rows, named = {}, peft.rows()
     stored = config.vocab_size - config.grown
     for module in homes.keys() & named.keys():

@@ -194,7 +194,9 @@ def describe_adapter(
     for path in plain:
         layers, every = adapter.slots[path].layers, linears[path].by_layer()
         modules = [name for layer in layers or () for name in every[layer]]
-        names[path] = [shared_name(linears, adapter, path)] if layers is None else modules
+        if layers is None and _shares_tail(linears, adapter, path):
+            modules = [name for layer_modules in every for name in layer_modules]
+        names[path] = modules or [shared_name(linears, adapter, path)]
     targets: list[str] | str = sorted({name for path in plain for name in names[path]})
     names |= parameters
     of_experts = sorted({name for listed in parameters.values() for name in listed})
@@ -263,6 +265,16 @@ def short_name(linears: Linears, path: str) -> str:
     if ".experts." in path:
         return rf"experts\.\d+\.{_tail(linears, path, 1)}"
     return _tail(linears, path, 2)
+
+
+def _shares_tail(linears: Linears, adapter: Adapter, path: str) -> bool:
+    """Return whether another Linear without this adapter has the same last two names, as in a text
+    and its tower."""
+    if ".experts." in path:
+        return False
+    tail, slot = _tail(linears, path, 2), adapter.slots[path]
+    alike = (of for of in _namesakes(linears, path) if _tail(linears, of, 2) == tail)
+    return any(adapter.slots.get(of) != slot for of in alike)
 
 
 def _namesakes(linears: Linears, path: str) -> list[str]:

@@ -19,6 +19,13 @@ from jaxtrain.models import build, families
 from jaxtrain.models.decoder_config import DecoderConfig
 
 ALL, ROUTER = "all-linear", "router"
+APART = {
+    ROUTER: (ROUTER,),
+    "tower": ("tower", "vision"),
+    "projector": ("projector", "connector", "vision"),
+}
+"""Presets that only patterns with one of these words reach; those of routers by what the folder
+calls them, too."""
 EXPRESSION = re.compile(r"[()|+^$\\{}]|^\.\*")
 """What only regular expressions contain."""
 
@@ -111,6 +118,7 @@ def find_adaptable(config: DecoderConfig) -> Linears:
             presets = (layer.preset for layer in around if hasattr(layer, "preset"))
             modules = tuple(tensor.removesuffix(".weight") for tensor in tensors)
             preset = ROUTER if isinstance(node, Router) else next(presets, None)
+            preset = str(path[1]) if path[0] == "vision" else preset
             linears[name] = AdaptableLinear(preset, modules, shape)
     return dict(sorted(linears.items()))
 
@@ -176,12 +184,14 @@ def match_any(linears: Linears, key: str, patterns: Sequence[str]) -> dict[str, 
 def _match(path: str, linear: AdaptableLinear, key: str, pattern: str) -> list[bool]:
     """Return whether a pattern names that Linear, for each layer."""
     layers = linear.by_layer()
-    if linear.preset == ROUTER and not any(
-        name in pattern for name in (ROUTER, _leaf(linear.modules[0]))
-    ):
-        # Only what names routers reaches them: as in PEFT, neither all-linear nor "mlp.*" does.
+    words = APART.get(linear.preset or "", ())
+    if linear.preset == ROUTER:
+        words = (*words, _leaf(linear.modules[0]))
+    if words and not any(word in pattern for word in words):
+        # Only what names them reaches routers, as in PEFT, and the parts for images: neither
+        # all-linear nor "mlp.*" does.
         return [False] * len(layers)
-    if pattern == linear.preset or (pattern == ALL and linear.preset != ROUTER):
+    if pattern == linear.preset or (pattern == ALL and linear.preset not in APART):
         return [True] * len(layers)
     if _fits(path, pattern):
         return [True] * len(layers)

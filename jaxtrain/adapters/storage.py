@@ -80,8 +80,8 @@ def store_kernels(model: nnx.Module, kind: str, tensors: Tensors = NO_TENSORS) -
     tensors: for "nf4_fused"."""
     storage, count = STORAGES[kind], 0
     for path, node in list(nnx.iter_graph(model)):
-        if not isinstance(node, Linear) or isinstance(node, PreciseLinear):
-            continue
+        if not isinstance(node, Linear) or isinstance(node, PreciseLinear) or path[0] == "vision":
+            continue  # a tower is small, and what it loses is lost for all layers behind it
         if storage.experts_only and not isinstance(node, ExpertLinear):
             continue
         shape, name = node.kernel.get_value().shape, ".".join(map(str, path))

@@ -73,7 +73,7 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
     """Trace one step on shapes and print what its arrays take on each device, and its time."""
     roles = Roles(task.roles)
     trained, frozen, parts = roles.trained_shapes, roles.frozen_shapes, roles.bundle
-    params = {**roles.params(roles.trained, frozen), **trained}
+    params = {**roles.params(roles.trained, {**frozen, **roles.copy_shapes}), **trained}
     beside = {path: v for path, v in {**frozen, **roles.copy_shapes}.items() if "/" in path}
     optimizer, build = open_optimizer(config.optim, build_schedule(config.optim, 100), roles)
     state = abstract_state(trained, optimizer, roles.copy_shapes, config.optim.offload)

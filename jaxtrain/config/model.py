@@ -33,6 +33,15 @@ class SpecialTokens(Section):
         return dict(tokens)
 
 
+class VisionTraining(Section):
+    """Section model.vision: what is trained of a model that reads images."""
+
+    train: Literal["none", "projector", "all"] = "none"
+    """Parts for images that are trained with the text: neither, the projector alone, which makes
+    features of what the tower sees, or both. What is not trained has no gradients and no optimizer
+    state. With an adapter they are named in adapter.target."""
+
+
 class ModelConfig(Section):
     """A Hugging Face checkpoint to start from, or an architecture to start at random."""
 
@@ -97,6 +106,8 @@ class ModelConfig(Section):
     """Balance without a loss: how far each step moves the correction bias of every expert towards
     an even load (DeepSeek-V3: 1e-3). For families that have such a bias, trained in full."""
 
+    vision: VisionTraining = VisionTraining()
+    """Tower and projector of a model that reads images."""
     neftune_alpha: float = Field(0.0, ge=0, le=1000)
     """Uniform noise on the embeddings in training, in +-alpha / sqrt(tokens of the text * features)
     (NEFTune: 5 to 15). 0: none."""
@@ -204,9 +215,13 @@ class OptimConfig(Section):
     embedding_lr: float | None = Field(None, gt=0, le=1000)
     """Peak learning rate of the token embedding and the output head, where they are trained. Unset:
     learning_rate."""
+    tower_lr: float | None = Field(None, gt=0, le=1000)
+    """Peak learning rate of the tower for images, where it is trained. Unset: learning_rate."""
+    projector_lr: float | None = Field(None, gt=0, le=1000)
+    """Peak learning rate of the projector behind it, where it is trained. Unset: learning_rate."""
     lr_groups: list[LearningRateGroup] = []
     """Parameters with other peak learning rates; of several that fit a tensor the last one counts,
-    before embedding_lr and lora_plus_ratio."""
+    before embedding_lr, tower_lr, projector_lr and lora_plus_ratio."""
     unfrozen_parameters: list[Pattern] = []
     """Train only tensors in whose Hugging Face names one of these regular expressions is found, and
     of these only the rows of a range behind it: "^model.embed_tokens.weight$[128000:]". Empty: all.

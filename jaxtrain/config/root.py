@@ -165,6 +165,13 @@ def find_conflicts(config: Config):
             f"model.matmul {model.matmul!r} needs kernels as they are, and adapter.quantize"
             f" {config.adapter.quantize!r} stores them in fewer bits; remove one"
         )
+    if model.vision.train != "none" and config.adapter.kind != "none":
+        targets = {"projector": '"projector"', "all": '"tower", "projector"'}
+        yield (
+            f"model.vision.train {model.vision.train!r} trains weights beside which adapter.kind"
+            f" {config.adapter.kind!r} leaves all as they are; remove it, and name"
+            f" {targets[model.vision.train]} in adapter.target"
+        )
     if not data.datasets:
         yield "data.datasets is empty; add a [[data.datasets]] table with a path"
     yield from broken(RULES, config)

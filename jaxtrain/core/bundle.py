@@ -52,6 +52,8 @@ class ModelBundle:
     """The adapters.spec.Adapter that is trained; None trains all weights."""
     product: Fp8Product | None = None
     """FP8 products of the Linears in layers; None: products in the compute dtype."""
+    untrained: tuple[str, ...] = ()
+    """Beginnings of the paths of parameters that stay as they are, where no adapter is trained."""
     row_tokens: int = 0
     """Tokens of the longest text that models will see; 0: unknown."""
 
@@ -104,8 +106,24 @@ def build_model_bundle(
         folder=folder if config.model.init == "pretrained" else None,
         options={**model_options(config.model), "transport": make_transport(config.parallel)},
         adapter=adapter,
+        untrained=find_untrained(config.model, architecture),
         product=make_product(config.model),
     )
+
+
+UNTRAINED = {"none": ("vision.",), "projector": ("vision.tower.",), "all": ()}
+"""What model.vision.train leaves as it is, by its value."""
+
+
+def find_untrained(model: ModelConfig, architecture: Any) -> tuple[str, ...]:
+    """Return the beginnings of the paths that model.vision.train leaves as they are; UserError
+    where there is nothing to train."""
+    if architecture.vision is None and model.vision.train != "none":
+        raise UserError(
+            f"model.vision.train {model.vision.train!r} is for models that read images;"
+            f" {architecture.architecture} has no tower here: remove it"
+        )
+    return () if architecture.vision is None else UNTRAINED[model.vision.train]
 
 
 def build_auxiliary_bundle(

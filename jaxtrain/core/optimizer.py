@@ -87,13 +87,8 @@ def build_optimizer(
     gradients itself. groups: ParameterGroups, with rates and what is trained. Raises UserError for
     rates of parameters that are not trained."""
     factors: dict[str, Any] = {path: rate_factor(path, optim) for path in params}
-    for key, concerned in [("lora_plus_ratio", is_second), ("embedding_lr", is_embedding)]:
+    for key, (concerned, needed) in RATES.items():
         if getattr(optim, key) is not None and not any(map(concerned, params)):
-            needed = (
-                'adapter.kind "lora" or "dora"'
-                if concerned is is_second
-                else ("adapter.train_embeddings or adapter.train_head")
-            )
             raise UserError(
                 f"optim.{key} is the rate of what is not trained here; remove it, or set {needed}"
             )
@@ -192,9 +187,11 @@ def gradient_point(opt_state: Any, params: Params) -> Params:
 def rate_factor(path: str, optim: OptimConfig) -> float:
     """Return a parameter's learning rate over optim.learning_rate. LoRA+ (Hayou et al. 2024,
     arXiv:2402.12354): B has its own rate, which DoRA's magnitudes share, as in PEFT."""
-    if is_embedding(path):
-        return 1.0 if optim.embedding_lr is None else optim.embedding_lr / optim.learning_rate
-    return (optim.lora_plus_ratio or 1.0) if is_second(path) else 1.0
+    factor = (optim.lora_plus_ratio or 1.0) if is_second(path) else 1.0
+    for key in ("embedding_lr", "tower_lr", "projector_lr"):
+        if (rate := getattr(optim, key)) is not None and RATES[key][0](path):
+            factor *= rate / optim.learning_rate
+    return factor
 
 
 def stays_float32(path: str) -> bool:
@@ -205,6 +202,16 @@ def stays_float32(path: str) -> bool:
 def is_second(path: str) -> bool:
     """Return whether a parameter is an adapter's B or DoRA's magnitude."""
     return path.endswith((".adapter.b", ".adapter.magnitude"))
+
+
+def is_tower(path: str) -> bool:
+    """Return whether a parameter belongs to the tower for images."""
+    return path.startswith("vision.tower.")
+
+
+def is_projector(path: str) -> bool:
+    """Return whether a parameter belongs to the projector behind such a tower."""
+    return path.startswith("vision.projector.")
 
 
 def _named(
@@ -334,13 +341,14 @@ def name_errors(stage: Any, key: str) -> optax.GradientTransformation:
 
 VECTORS = (
     *("bias", "scale", "magnitude", "A_log", "D", "dt_bias", "conv", "conv_bias"),
-    *("choice_bias", "expert_scale", "layer_scalar", "sinks"),
+    *("choice_bias", "expert_scale", "layer_scalar", "sinks", "position_table"),
 )
 
 
 def is_vector(path: str) -> bool:
     """Return whether a parameter is a norm scale, a bias, a factor of a layer or of each expert, a
-    decay rate, the taps of a convolution by channel or DoRA's magnitude (stacked: more axes)."""
+    decay rate, the taps of a convolution by channel, DoRA's magnitude (stacked: more axes) or the
+    learned positions of a tower."""
     name = path.rsplit(".", 1)[-1]
     return name in VECTORS or "norm" in name
 
@@ -348,6 +356,19 @@ def is_vector(path: str) -> bool:
 def is_embedding(path: str) -> bool:
     """Return whether a parameter is a token embedding or an output head of any kind."""
     return any(part in ("embed", "head", "lm_head", "score") for part in path.split("."))
+
+
+RATES: dict[str, tuple[Callable[[str], bool], str]] = {
+    "lora_plus_ratio": (is_second, 'adapter.kind "lora" or "dora"'),
+    "embedding_lr": (is_embedding, "adapter.train_embeddings or adapter.train_head"),
+    "tower_lr": (is_tower, 'model.vision.train "all" (with an adapter: target "tower")'),
+    "projector_lr": (
+        is_projector,
+        'model.vision.train "projector" or "all" (with an adapter: target "projector")',
+    ),
+}
+"""Keys of section optim that are rates of some parameters: whether a path is one of them, and what
+trains them."""
 
 
 def decays(path: str, value, optim: OptimConfig) -> bool:

@@ -8,8 +8,8 @@
     reference     "moving"    state.copies["reference/..."]        all of it
     reference     "bare"      the trained ones without adapters    -
 
-A trained role's integer tables, such as ids, are in state.copies, too: no optimizer changes them,
-and a checkpoint contains them as they were filled in at the start of the run.
+A trained role's integer tables, such as ids, and without an adapter what else is not trained, such
+as a tower, are in state.copies, too: no optimizer changes them, and a checkpoint contains them.
 
 All parameters of a run are one flat dict: the trained role's under their paths, another role's
 with its name and a slash as prefix. The step differentiates only the trained parameters.
@@ -71,11 +71,12 @@ class Roles:
         self.roles, self.trained = dict(roles), trained[0]
         self.bundle = self.roles[self.trained].bundle
         shapes, rebuild = abstract_params(self.bundle)
-        self.trained_shapes, self.frozen_shapes = split_trained(shapes, self.bundle.adapter)
+        adapter, untrained = self.bundle.adapter, self.bundle.untrained
+        self.trained_shapes, self.frozen_shapes = split_trained(shapes, adapter, untrained)
         self.copy_shapes: Params = {}
-        if self.bundle.adapter is None:
-            # Without an adapter what is not trained are integer tables filled from the data. They
-            # are part of a checkpoint, while an adapter's base is read again from its folder.
+        if adapter is None:
+            # Part of a checkpoint, so that an export needs no other folder, while an adapter's base
+            # is read again from its folder.
             self.copy_shapes, self.frozen_shapes = self.frozen_shapes, {}
         self._rebuild: dict[str, Rebuild] = dict.fromkeys(self.roles, rebuild)
         for name, role in self.roles.items():
@@ -107,11 +108,11 @@ class Roles:
         trained weights are not even read, so that resuming needs no more memory than training.
         """
         copied = {name for name, role in self.roles.items() if role.weights == "start"}
-        adapter = self.bundle.adapter
+        adapter, untrained = self.bundle.adapter, self.bundle.untrained
         # A copy of the start lies in no checkpoint: a resumed run reads or draws the starting
         # weights again for it, though not to train them.
         if trained or copied:
-            start, frozen = split_trained(open_params(self.bundle, seed), adapter)
+            start, frozen = split_trained(open_params(self.bundle, seed), adapter, untrained)
         elif adapter is not None:
             start, frozen = split_trained(open_base(self.bundle, seed), adapter)
         else:

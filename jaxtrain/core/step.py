@@ -41,7 +41,8 @@ class State(NamedTuple):
     opt_state: Any
     """The optimizer's own state, sharded like the parameters."""
     copies: Params = {}
-    """Moving copies of the trained parameters, "role/path"; the step does not change them."""
+    """Moving copies of the trained parameters, "role/path", and parameters that are not trained, by
+    path; the step does not change them."""
 
     def tree(self) -> dict[str, Any]:
         """Return the state as a checkpoint names its arrays: "params/...", "reference/..."."""

@@ -117,10 +117,21 @@ class StepReader:
         """FLOPs of a step: of a draft and of its target's forward pass, or of the trained model."""
         if not self.guesses:
             mixing = self.model.stack.mixing_flops(spans)
-            return model_flops(self.matmul_params, tokens, mixing)
+            return model_flops(self.matmul_params, tokens, mixing) + self.count_image_flops(batch)
         total = self.model.step_flops(batch, tokens, spans)
         for stack, weights in self.draft_targets:
             total += 2.0 * weights * tokens + stack.mixing_flops(spans)
+        return total
+
+    def count_image_flops(self, batch: Batch) -> float:
+        """FLOPs of a step's images: forward, and backward for what is trained."""
+        if batch.images is None:
+            return 0.0
+        trained, total = self.session.roles.trained_shapes, 0.0
+        for part, flops in self.model.vision.forward_flops(batch.images).items():
+            kernels = any(path.startswith(f"vision.{part}.") for path in trained)
+            adapters = self.session.bundle.adapter is not None
+            total += flops * (1.0 if not kernels else 2.0 if adapters else 3.0)
         return total
 
     def restart(self) -> None:
@@ -209,6 +220,8 @@ def count_matmul_params(model: Any, frozen: Container[str] = ()) -> float:
     """
     total = 0.0
     for node_path, node in nnx.iter_graph(model):
+        if node_path[:1] == ("vision",):
+            continue  # multiplies patches
         share = (
             1.0 if node is getattr(model, "head_table", None) else getattr(node, "token_share", 0.0)
         )

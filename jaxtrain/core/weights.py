@@ -144,14 +144,18 @@ def start_adapter(
 
 
 def split_trained(
-    params: Mapping[str, Any], adapter: Any | None
+    params: Mapping[str, Any], adapter: Any | None, untrained: tuple[str, ...] = ()
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Split parameters by path, or their shapes, into (trained, frozen). Without an adapter all but
-    tables are trained."""
+    tables, and paths that begin with one of `untrained`, are trained."""
     trained = {
         path: value
         for path, value in params.items()
-        if (adapter.trains(path) if adapter is not None else not is_table(value))
+        if (
+            adapter.trains(path)
+            if adapter is not None
+            else not (is_table(value) or path.startswith(untrained))
+        )
     }
     return trained, {path: value for path, value in params.items() if path not in trained}
 

@@ -28,14 +28,16 @@ def feed(batch: Batch, mesh: Mesh | None = None) -> Batch:
     rows train together depends on the data alone, never on the number of processes. Without a mesh
     the arrays go to the default device. Raises UserError if rows or tokens do not divide.
     """
-    return jax.tree.map(lambda x: put(x, mesh), batch)
+    fed = jax.tree.map(lambda x: put(x, mesh), batch._replace(images=None))
+    # Images lie with their row: a device may hold tokens of any image of it.
+    return fed._replace(images=jax.tree.map(lambda x: put_rows(x, mesh), batch.images))
 
 
-def put(x: Any, mesh: Mesh | None = None) -> jax.Array:
-    """Place one array of a batch as `feed` does."""
+def put(x: Any, mesh: Mesh | None = None, sharding: NamedSharding | None = None) -> jax.Array:
+    """Place one array of a batch as `feed` does, or by `sharding` on a mesh of several devices."""
     if mesh is None or mesh.size == 1:
         return jax.device_put(x, None if mesh is None else mesh.devices.item())
-    sharding = place_of(x.shape, mesh)
+    sharding = sharding or place_of(x.shape, mesh)
     if isinstance(x, jax.Array) and x.sharding.is_equivalent_to(sharding, x.ndim):
         return x
     host = np.asarray(x)
@@ -46,8 +48,7 @@ def put_rows(x: Any, mesh: Mesh | None = None) -> jax.Array:
     """Place an array [A, B, ...] without a token axis, sharded like the rows of a batch."""
     if mesh is None or mesh.size == 1:
         return put(x, mesh)
-    sharding = NamedSharding(mesh, PartitionSpec(None, RULES["rows"]))
-    return jax.make_array_from_callback(x.shape, sharding, lambda index: x[index])
+    return put(x, mesh, NamedSharding(mesh, PartitionSpec(None, RULES["rows"])))
 
 
 def place_of(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:

@@ -63,7 +63,7 @@ def takes_fp8(path: tuple, node: object) -> bool:
     if not isinstance(node, Linear) or isinstance(node, PreciseLinear | ExpertLinear):
         return False
     shape = node.kernel.get_value().shape if isinstance(node.kernel, nnx.Param) else (1, 1)
-    return "stack" in path and all(size % MULTIPLE == 0 for size in shape[-2:])
+    return path[:1] == ("stack",) and all(size % MULTIPLE == 0 for size in shape[-2:])
 
 
 def quantize(x: jax.Array, dtype: str, axis: int | None = None) -> tuple[jax.Array, jax.Array]:

@@ -104,8 +104,13 @@ def config_from_hf(
             *ARCHITECTURES,
             *(entry.name for entry in plugins.list_entry_points("models")),
         ]
-        types = lambda of: (of.model_type, getattr(of, "text_type", None))  # noqa: E731
-        fitting = (m for m in map(find_family, architectures) if model_type in types(m.Config))
+        # A text's own family before those that have other parts around it.
+        fitting = (
+            candidate
+            for key in ("model_type", "text_type")
+            for candidate in map(find_family, architectures)
+            if getattr(candidate.Config, key, None) == model_type
+        )
         module = None if model_type is None else next(fitting, None)
         if module is None:
             raise UserError(

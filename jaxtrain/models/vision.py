@@ -33,6 +33,7 @@ from jaxtrain.layers.norm import LayerNorm
 from jaxtrain.layers.stack import Stack, StackInputs
 from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.naming import attention_names, mlp_names
+from jaxtrain.models.parameters import split_model
 
 PATCH_NOISE, FEATURE_NOISE = 0x51ED270B, 0x2545F491
 """Salts of the random bits of patches and of features, which differ from those of tokens."""
@@ -168,6 +169,20 @@ class Vision(nnx.Module):
             set_rng_bits(self.projector, rng_bits_BF)
         x_BPD = self.tower(images, rng_bits_BP)
         return self.projector(x_BPD.reshape(rows, count, -1))
+
+
+    def forward_flops(self, images: Images) -> dict[str, float]:
+        """FLOPs of a forward pass over host arrays, without padding, by part."""
+        spans = (np.asarray(images.until) - np.asarray(images.since)).reshape(-1)
+        spans = spans[spans > 1]
+        tower, projector = (
+            sum(x.size for path, x in split_model(part)[0].items() if path.endswith("kernel"))
+            for part in (self.tower, self.projector)
+        )
+        return {
+            "tower": 2.0 * tower * len(spans) + self.tower.stack.mixing_flops(spans),
+            "projector": 2.0 * projector * len(spans) / self.merge**2,
+        }
 
 
 def vision_init(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) -> LayerInit:

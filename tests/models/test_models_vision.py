@@ -10,13 +10,18 @@ import pytest
 pytest.importorskip("torch", reason="parity needs torch, which this environment has not")
 
 import jax
+import jax.numpy as jnp
 import torch
 import transformers
 from flax import nnx
 from test_models_families import leaves, make_torch, read_flat, relative_error
-from tiny_vision import VISION, make_batch, pixel_values
+from tiny_vision import VISION, make_batch, pack_images, pixel_values
 
-from jaxtrain.models import families, loading, saving
+from jaxtrain.batch import IMAGE_SLOT
+from jaxtrain.distributed.feed import feed
+from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.distributed.sharding import shardings
+from jaxtrain.models import build, families, loading, saving
 
 
 @functools.cache
@@ -90,3 +95,63 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
             assert np.abs(grads[path]).max() < 1e-5 * scale, path
         else:
             assert relative_error(grads[path], grad) < 1e-5, path
+
+
+def test_text_alone_runs_no_tower():
+    config = families.config_from_hf(VISION["smolvlm"])
+    model = build.init(config, 0)
+    batch = make_batch(VISION["smolvlm"])[0]._replace(images=None)
+    probe = np.ones((*batch.tokens.shape, 97), np.float32)
+    _, grads = run(model, batch, probe)
+    for path, grad in grads.items():
+        assert grad.any() != path.startswith("vision."), path
+    model.vision = None  # so that any use of it would fail
+    model.hidden(batch)
+
+
+@pytest.mark.slow
+def test_branches_packed_and_alone_are_equal_on_every_mesh():
+    """In float64, so that nothing but the order of sums differs; scanned and layer by layer."""
+    raw = VISION["smolvlm"]
+    with jax.enable_x64(True):
+        config = families.config_from_hf(raw)
+        wide = {"param_dtype": "float64", "dtype": "float64"}
+        model = build.init(config, 0, **wide)
+        batch, sequences, images = make_batch(raw)
+        probe = np.random.default_rng(2).standard_normal((*batch.tokens.shape, 97))
+        logits, grads = run(model, batch, probe)
+        for sequence in sequences:
+            tokens = jnp.zeros((1, 48), jnp.int32).at[0, : len(sequence.places)].set(
+                batch.tokens[sequence.row, sequence.places]
+            )
+            order = jnp.arange(48, dtype=jnp.int32)[None]
+            slots = np.full((1, 48), -1, np.int32)
+            marked = np.flatnonzero(np.asarray(tokens[0]) == 5)
+            slots[0, marked] = np.arange(len(marked))
+            own = [images[number] for number in sequence.images]
+            alone = batch._replace(
+                tokens=tokens,
+                positions=order,
+                prev=order - 1,
+                until=jnp.full((1, 48), 48, jnp.int32),
+                weights={},
+                streams={IMAGE_SLOT: jnp.asarray(slots)},
+                images=pack_images([own], 5, 2, 72),
+            )
+            expected = model.logits(model.hidden(alone).hidden)[0, : len(sequence.places)]
+            actual = logits[sequence.row, sequence.places]
+            np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-11)
+
+        unrolled = build.init(config, 0, scan_layers=False, **wide)
+        graphdef, state = nnx.split(unrolled)
+        for sizes in ({}, {"fsdp": 2}, {"tensor": 2}, {"context": 2}):
+            mesh = make_mesh(jax.devices()[: 2 if sizes else 1], **sizes)
+            with jax.set_mesh(mesh):
+                placed = nnx.merge(graphdef, jax.device_put(state, shardings(state, mesh)))
+                stacked = jax.tree.map(lambda x: np.asarray(x)[None], batch)
+                fed = jax.tree.map(lambda x: x[0], feed(stacked, mesh))
+                found, found_grads = run(placed, fed, probe)
+            np.testing.assert_allclose(found, logits, rtol=0, atol=1e-11)
+            for path, grad in grads.items():
+                error = np.abs(found_grads[path] - grad).max()
+                assert error <= 1e-9 * max(np.abs(grad).max(), 1e-6), (sizes, path)

@@ -82,6 +82,8 @@ def read_work(
         ("dense", "dense_again", "dense_trained", "experts", "experts_trained"), 0.0
     )
     for node_path, node in nnx.iter_graph(model):
+        if node_path[:1] == ("vision",):
+            continue  # multiplies patches, not tokens
         is_head = node is getattr(model, "head_table", None)
         share = 1.0 if is_head else getattr(node, "token_share", 0.0)
         group = "experts" if isinstance(node, ExpertLinear) else "dense"
@@ -130,7 +132,7 @@ def read_layout(plain: Any) -> dict[str, Any]:
     outputs = mixed = 0.0
     experts, chosen, expert_layers = 1, 1, 0
     for path, node in nnx.iter_graph(plain):
-        if not isinstance(node, Linear):
+        if not isinstance(node, Linear) or path[:1] == ("vision",):
             continue
         shape, axes = node.kernel.get_value().shape, node.kernel.get_metadata()["axes"]
         many = shape[0] if axes[0] == "layers" else 1

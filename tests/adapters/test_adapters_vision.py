@@ -1,0 +1,75 @@
+"""Adapters of the parts for images: which patterns reach them, and PEFT folders out and in."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("torch", reason="parity needs torch, which this environment has not")
+
+import torch
+import transformers
+from test_models_families import make_torch, relative_error
+from tiny_vision import VISION, make_batch, pixel_values
+
+from jaxtrain.adapters.attach import attach, cut_layers
+from jaxtrain.adapters.peft import load_trained, read_adapter, write_peft
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_adaptable
+from jaxtrain.distributed.mesh import make_mesh
+from jaxtrain.models import build, families, loading
+from jaxtrain.models.parameters import split_model
+
+FC1 = r"vision_model\.encoder\.layers\.[12]\.mlp\.fc1"
+CASES = {
+    "text": (["all-linear"], {"stack"}),
+    "all": (["attention", "tower", "projector"], {"stack", "tower", "projector"}),
+    "some layers of the tower": (["projector", FC1], {"projector", "tower"}),
+}
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case == "text" else ()) for case in CASES]
+)
+def test_adapters_of_each_part_are_those_of_peft(case, tmp_path):
+    peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
+    target, parts = CASES[case]
+    make_torch(VISION["smolvlm"]).save_pretrained(tmp_path / "base")
+    config = families.read_config(tmp_path / "base")
+    slots = choose_slots(find_adaptable(config), target, LoRASpec(3, 5.0), {}, {})
+    assert {path.removeprefix("vision.").split(".")[0] for path in slots} == parts
+    adapter = Adapter(slots)
+    shapes, rebuild = cut_layers(*split_model(attach(build.abstract(config), adapter)), adapter)
+    rng = np.random.default_rng(0)
+    values = {
+        path: jnp.asarray(0.3 * rng.standard_normal(shape.shape), jnp.float32)
+        for path, shape in shapes.items()
+        if adapter.trains(path)
+    }
+    write_peft(values, config, adapter, tmp_path / "adapter", str(tmp_path / "base"))
+
+    again = read_adapter(tmp_path / "adapter", config, "float32")
+    assert dict(again.slots) == dict(slots)
+    place = jax.sharding.SingleDeviceSharding(make_mesh(jax.devices()[:1]).devices.item())
+    placed = {
+        path: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place)
+        for path, value in values.items()
+    }
+    for path, value in load_trained(placed, config, again).items():
+        np.testing.assert_array_equal(value, values[path])
+
+    base = transformers.AutoModelForImageTextToText.from_pretrained(
+        tmp_path / "base", attn_implementation="eager"
+    )
+    adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    count = sum("lora_A" in name for name, _ in adapted.named_parameters())
+    assert count == sum(len(value) if value.ndim > 2 else 1 for path, value in values.items()
+                        if path.endswith(".a"))
+    batch, _, images = make_batch(VISION["smolvlm"])
+    with torch.no_grad():
+        expected = adapted(
+            input_ids=torch.tensor(np.asarray(batch.tokens)[:1].tolist()),
+            pixel_values=torch.from_numpy(pixel_values(images[:2])[None]),
+        ).logits[0]
+    model = rebuild({**split_model(loading.load(tmp_path / "base"))[0], **values})
+    # float32 sums in another order.
+    assert relative_error(model.logits(model.hidden(batch).hidden)[0], expected.numpy()) < 1e-4
