@@ -170,7 +170,6 @@ class Vision(nnx.Module):
         x_BPD = self.tower(images, rng_bits_BP)
         return self.projector(x_BPD.reshape(rows, count, -1))
 
-
     def forward_flops(self, images: Images) -> dict[str, float]:
         """FLOPs of a forward pass over host arrays, without padding, by part."""
         spans = (np.asarray(images.until) - np.asarray(images.since)).reshape(-1)

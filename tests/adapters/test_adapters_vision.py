@@ -62,8 +62,9 @@ def test_adapters_of_each_part_are_those_of_peft(case, tmp_path):
     )
     adapted = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
     count = sum("lora_A" in name for name, _ in adapted.named_parameters())
-    assert count == sum(len(value) if value.ndim > 2 else 1 for path, value in values.items()
-                        if path.endswith(".a"))
+    assert count == sum(
+        len(value) if value.ndim > 2 else 1 for path, value in values.items() if path.endswith(".a")
+    )
     batch, _, images = make_batch(VISION["smolvlm"])
     with torch.no_grad():
         expected = adapted(

@@ -37,7 +37,9 @@ def make_roles(config):
     return Roles({"policy": Role(bundle), "reference": Role(bundle, "start", in_loss=False)})
 
 
-@pytest.mark.parametrize("train", [pytest.param(train, marks=pytest.mark.slow) for train in ("none", "projector", "all")])
+@pytest.mark.parametrize(
+    "train", [pytest.param(train, marks=pytest.mark.slow) for train in ("none", "projector", "all")]
+)
 def test_only_what_is_asked_for_is_trained(train):
     config = make_config(train, optim={"learning_rate": 1e-2, "weight_decay": 0.1})
     roles = make_roles(config)
@@ -78,13 +80,18 @@ def test_rates_and_decay_by_part():
     plus = optim.model_copy(update={"lora_plus_ratio": 16.0})
     assert rate_factor(f"{layer}.adapter.b", plus) == pytest.approx(1.6)
     shapes = make_roles(make_config("all")).trained_shapes
-    vectors = {path for path in shapes if path.startswith("vision.") and not decays(path, None, optim)}
+    vectors = {
+        path for path in shapes if path.startswith("vision.") and not decays(path, None, optim)
+    }
     assert vectors == {
         path
         for path in shapes
         if path.startswith("vision.") and path.endswith((".scale", ".bias", "position_table"))
     }
-    assert muon_dimensions("vision.tower.position_table", shapes["vision.tower.position_table"]) is None
+    assert (
+        muon_dimensions("vision.tower.position_table", shapes["vision.tower.position_table"])
+        is None
+    )
 
 
 def test_what_cannot_be_trained_is_refused():
@@ -92,7 +99,7 @@ def test_what_cannot_be_trained_is_refused():
         config = make_config(optim={key: 1e-4})
         with pytest.raises(UserError, match=f"optim.{key} is the rate of what is not trained here"):
             open_optimizer(config.optim, build_schedule(config.optim, 10), make_roles(config))
-    with pytest.raises(ValueError, match="name \"tower\", \"projector\" in adapter.target"):
+    with pytest.raises(ValueError, match='name "tower", "projector" in adapter.target'):
         make_config("all", adapter={"kind": "lora"})
     text = families.config_from_hf(VISION["smolvlm"]["text_config"])
     with pytest.raises(UserError, match="LlamaForCausalLM has no tower here"):

@@ -121,8 +121,10 @@ def test_branches_packed_and_alone_are_equal_on_every_mesh():
         probe = np.random.default_rng(2).standard_normal((*batch.tokens.shape, 97))
         logits, grads = run(model, batch, probe)
         for sequence in sequences:
-            tokens = jnp.zeros((1, 48), jnp.int32).at[0, : len(sequence.places)].set(
-                batch.tokens[sequence.row, sequence.places]
+            tokens = (
+                jnp.zeros((1, 48), jnp.int32)
+                .at[0, : len(sequence.places)]
+                .set(batch.tokens[sequence.row, sequence.places])
             )
             order = jnp.arange(48, dtype=jnp.int32)[None]
             slots = np.full((1, 48), -1, np.int32)
