@@ -23,8 +23,8 @@ class AdapterConfig(Section):
     rslora: bool = False
     """Scale by alpha / sqrt(rank) instead (rsLoRA), for large ranks."""
     target: str | list[str] = "all-linear"
-    """What gets an adapter: "attention", "mlp", "all-linear", "router", of what reads images "tower"
-    and "projector", or patterns of names, ours ("attention.q", "mlp.*") or Hugging Face's
+    """What gets an adapter: "attention", "mlp", "all-linear", "router", "tower" and "projector" (of
+    what reads images), or patterns of names, ours ("attention.q", "mlp.*") or Hugging Face's
     ("q_proj", "mlp.up_proj"), with numbers of layers ("layers.7.mlp.*") or as regular expressions
     ("layers.(3|7|11).mlp"). Routers, towers and projectors only by name."""
     rank_pattern: dict[str, int] = {}
