@@ -247,7 +247,7 @@ class VllmEngine:
                     self.servers.count("interrupted")
                     continue
                 reason = "stop" if answer.finish_reason == "stop" else "length"
-                return Completion(tokens, logprobs, reason, versions, routed, best)
+                return Completion(tokens, logprobs, reason, versions, routed, tuple(best))
         raise EpisodeFailed("vllm: asked too often")
 
     def _log_failure(self, lost: AnswerLost) -> None:
