@@ -209,8 +209,11 @@ def _set_algorithm(conversion: Conversion, algorithm: Mapping[str, Any]) -> None
         return
     loss = ((conversion.source.get("trainer") or {}).get("loss") or {}).get("type")
     if name not in ("grpo", "default") or loss == "sft":
-        conversion.table["task"] = {"kind": name if "sft" not in (name, loss) else "distilled"}
         reason = "see docs/reference/config.md for the tasks"
+        if "sft" in (name, loss):
+            name = "sft"
+            reason = "write a teacher's answers with jaxtrain generate --input, and train on them"
+        conversion.table["task"] = {"kind": name}
         conversion.missed.append(("orchestrator.algo.type", name, reason))
         return
     if conversion.get("task.importance_max") or conversion.get("task.importance_min"):
