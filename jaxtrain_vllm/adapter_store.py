@@ -11,7 +11,6 @@ the server's key; a server without one accepts nothing.
 """
 
 import asyncio
-import atexit
 import json
 import os
 import re
@@ -21,6 +20,8 @@ import zlib
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
+
+from jaxtrain_vllm.folders import make_temporary_folder
 
 ROUTE = "/jaxtrain/adapters/"
 FILES_HEADER = "X-Files"
@@ -53,8 +54,7 @@ class AdapterStore:
     @property
     def folder(self) -> Path:
         if self._folder is None:
-            self._folder = Path(tempfile.mkdtemp(prefix="jaxtrain-adapters-"))
-            atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+            self._folder = make_temporary_folder("jaxtrain-adapters-")
         return self._folder
 
     async def handle(

@@ -4,7 +4,7 @@
         --sync delta -- --dtype bfloat16 --max-model-len 4096
 
 Words after `--` go to vLLM unchanged. Neither jax nor an installation of jaxtrain is needed there:
-without one, the metadata of the plugin are written to a temporary folder.
+without one, the metadata of the plugin are written to jaxtrain in $XDG_CACHE_HOME or ~/.cache.
 """
 
 import argparse
@@ -12,10 +12,10 @@ import importlib.metadata
 import json
 import os
 import sys
-import tempfile
 from pathlib import Path
 
 from jaxtrain_vllm import BACKEND
+from jaxtrain_vllm.folders import find_stable_folder
 from jaxtrain_vllm.guard import MIDDLEWARE
 from jaxtrain_vllm.shutdown import VARIABLE
 
@@ -62,11 +62,8 @@ def has_experts(model: str) -> bool:
     return any(isinstance(text.get(key), int) and text[key] > 1 for key in EXPERTS)
 
 
-def build_environment(folder: str, drain_seconds: float = 0.0) -> dict[str, str]:
-    """Build the server's environment.
-
-    folder: for the metadata of a plugin that is not installed. drain_seconds: see shutdown.py.
-    """
+def build_environment(drain_seconds: float = 0.0) -> dict[str, str]:
+    """Build the server's environment. drain_seconds: see shutdown.py."""
     env = {
         **os.environ,
         "VLLM_SERVER_DEV_MODE": "1",
@@ -75,13 +72,27 @@ def build_environment(folder: str, drain_seconds: float = 0.0) -> dict[str, str]
     }
     paths = [str(Path(__file__).parents[1])]
     if not any(point.name == PLUGIN for point in importlib.metadata.entry_points(group=GROUP)):
-        paths.append(folder)
-        described = Path(folder) / f"{PLUGIN}-0.dist-info"
-        described.mkdir(exist_ok=True)
-        (described / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n")
-        (described / "entry_points.txt").write_text(f"[{GROUP}]\n{PLUGIN} = {PLUGIN}:register\n")
+        paths.append(str(describe_plugin()))
     env["PYTHONPATH"] = os.pathsep.join([*paths, *filter(None, [env.get("PYTHONPATH")])])
     return env
+
+
+def describe_plugin() -> Path:
+    """Write the metadata of a plugin that is not installed, and return their folder."""
+    files = {
+        "METADATA": f"Metadata-Version: 2.1\nName: {PLUGIN}\nVersion: 0\n",
+        "entry_points.txt": f"[{GROUP}]\n{PLUGIN} = {PLUGIN}:register\n",
+    }
+    folder = find_stable_folder("vllm-plugin", "".join(files.values()))
+    described = folder / f"{PLUGIN}-0.dist-info"
+    described.mkdir(exist_ok=True)
+    for name, text in files.items():
+        if not (file := described / name).is_file():
+            # Another server may be reading or writing it.
+            part = described / f".{name}-{os.getpid()}"
+            part.write_text(text)
+            part.replace(file)
+    return folder
 
 
 def main() -> None:
@@ -114,9 +125,7 @@ def main() -> None:
             " serve with an adapter (its engine fails at the first request); use GPUs, or sample"
             ' without vLLM: rollout.engine = "local"'
         )
-    # Not removed: this process becomes the server, which reads it as long as it lives.
-    folder = tempfile.mkdtemp(prefix="jaxtrain-vllm-")
-    env = build_environment(folder, options.drain_seconds)
+    env = build_environment(options.drain_seconds)
     os.execve(sys.executable, build_command(options, extra), env)
 
 

@@ -20,6 +20,7 @@ from concurrent.futures import TimeoutError as NotYet
 from pathlib import Path
 from typing import Any
 
+import jaxtrain_vllm
 from jaxtrain.config import Config
 from jaxtrain.config.ray import service_name
 from jaxtrain.distributed.child_processes import ServerProcess
@@ -29,6 +30,7 @@ from jaxtrain.generation.ray.remote import RemoteLost, RemoteObject
 from jaxtrain.generation.vllm.control import KEY_VARIABLE
 from jaxtrain.generation.vllm.launch import build_command, build_environment, find_ports
 from jaxtrain.generation.vllm.sources import DiscoveredServer
+from jaxtrain_vllm.folders import find_stable_folder
 
 POLL_SECONDS = 2.0
 YOUNG_SECONDS = 60.0
@@ -63,7 +65,8 @@ class ServerHost:
         log_folder = Path(folder) if Path(folder).is_dir() else Path(tempfile.gettempdir())
         self.log = log_folder / "servers" / f"{number}.log"
         self.key = key
-        env = build_environment(self._make_folder(), key, None, command[0])
+        path = find_stable_folder("vllm-path", jaxtrain_vllm.__file__)
+        env = build_environment(path, key, None, command[0])
         words = [word.replace(HOST, self.host).replace(PORT, str(self.port)) for word in command]
         self.process = ServerProcess(
             words, env, self.log, self.port, Path(home) if Path(home).is_dir() else None
@@ -94,10 +97,6 @@ class ServerHost:
         if time.monotonic() - self.began < YOUNG_SECONDS:
             time.sleep(PAUSE_SECONDS)
         os._exit(1)  # Ray starts this actor again
-
-    def _make_folder(self) -> Path:
-        """For what its Python must find, of this user alone."""
-        return Path(tempfile.mkdtemp(prefix="jaxtrain-server-"))
 
     def _last_line(self) -> str:
         lines = self.log.read_text(errors="replace")[-4000:].strip().splitlines()

@@ -324,8 +324,10 @@ def build_environment(
     folder.mkdir(parents=True, exist_ok=True)
     link, package = folder / "jaxtrain_vllm", Path(jaxtrain_vllm.__file__).parent
     if not link.is_symlink() or link.readlink() != package:
-        link.unlink(missing_ok=True)
-        link.symlink_to(package)
+        # Of two servers that start at once both may make it.
+        new = folder / f".jaxtrain_vllm-{os.getpid()}-{threading.get_ident()}"
+        new.symlink_to(package)
+        new.replace(link)
     # Another Python must not import this environment's packages, built for another version.
     paths = [str(folder.absolute())]
     if find_python(python) == sys.executable:

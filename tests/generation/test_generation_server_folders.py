@@ -1,0 +1,66 @@
+"""Folders that servers leave behind: none, whatever ends them."""
+
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+
+import pytest
+
+from jaxtrain_vllm import serve
+from jaxtrain_vllm.folders import find_stable_folder, make_temporary_folder
+
+KEEP = """
+import sys, time
+from jaxtrain_vllm.folders import make_temporary_folder
+print(make_temporary_folder("jaxtrain-adapters-"), flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def temporary(tmp_path, monkeypatch):
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(tempfile, "tempdir", None)
+    return tmp_path
+
+
+def start():
+    pipe = subprocess.PIPE
+    process = subprocess.Popen([sys.executable, "-c", KEEP], stdin=pipe, stdout=pipe, text=True)
+    return process, process.stdout.readline().strip()
+
+
+@pytest.mark.parametrize("killed", [True, False])
+def test_a_folder_goes_with_its_process_or_with_the_next_one(temporary, killed):
+    process, folder = start()
+    living, other = start()
+    if killed:
+        process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert os.path.isdir(folder) == killed
+    new = make_temporary_folder("jaxtrain-adapters-")
+    assert not os.path.exists(folder) and os.path.isdir(other) and new.is_dir()
+    living.communicate()
+    assert [path.name for path in temporary.iterdir()] == [new.name]
+
+
+def test_servers_share_the_metadata_of_the_plugin(temporary, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(temporary / "cache"))
+    monkeypatch.setattr(serve.importlib.metadata, "entry_points", lambda **_: ())
+    paths = {serve.build_environment()["PYTHONPATH"].split(os.pathsep)[1] for _ in range(2)}
+    (path,) = paths
+    assert os.listdir(temporary) == ["cache"] and path.startswith(str(temporary / "cache"))
+    (described,) = os.listdir(path)
+    assert sorted(os.listdir(f"{path}/{described}")) == ["METADATA", "entry_points.txt"]
+    found = serve.importlib.metadata.distributions(path=[path])
+    assert [point.value for each in found for point in each.entry_points] == [
+        "jaxtrain_vllm:register"
+    ]
+
+
+def test_without_a_cache_folder_there_is_a_temporary_one(temporary, monkeypatch):
+    (temporary / "file").touch()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(temporary / "file"))
+    assert find_stable_folder("x", "").parent == temporary
