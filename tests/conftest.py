@@ -22,6 +22,10 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("MPLBACKEND", "Agg")
 
+# Workers of pytest-xdist and what they start share few cores: threads of torch and numpy that wait
+# for each other were a fifth of the time of a comparison with torch.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # What one test compiled no other compiles again, nor a process that it starts. Workers of
 # pytest-xdist inherit the folder.
 if "JAX_COMPILATION_CACHE_DIR" not in os.environ:

@@ -8,24 +8,34 @@ import pytest
 
 NEWEST = "0.11"
 LONG = {
+    "test_kernels_conv_heads",
     "test_kernels_decode_attention",
     "test_kernels_decode_attention_codes",
+    "test_kernels_gated_delta::test_a_forest_is_its_branches",
     "test_kernels_grouped_matmul",
+    "test_kernels_logp_gather::test_cases_match_numpy",
     "test_kernels_moe_gpu",
+    "test_kernels_rotate_heads",
+    "test_kernels_sinks",
+    "test_kernels_ssd::test_a_forest_is_its_branches",
     "test_kernels_strict",
+    "test_kernels_tree_attention::test_any_block_size_on_random_forests",
+    "test_kernels_tree_attention::test_since_blocks_and_fewer_queries_than_keys",
     "test_kernels_tree_attention_cudnn",
     "test_kernels_tree_attention_gpu",
     "test_kernels_tree_attention_tpu",
+    "test_kernels_weighted_logp::test_cases_match_numpy",
 }
-"""Files whose tests are slow where `make test-kernels` runs all of them with the newest jax, and CI
-runs them there alone."""
+"""Files and tests that are slow where `make test-kernels` runs all of them with the newest jax, and
+CI runs them there alone."""
 
 
 def pytest_collection_modifyitems(items):
     if jax.__version__ >= NEWEST:
         return
     for item in items:
-        if Path(item.path).stem in LONG:
+        file = Path(item.path).stem
+        if LONG & {file, f"{file}::{item.originalname}"}:
             item.add_marker(pytest.mark.slow)
             item.add_marker(pytest.mark.newest)
 
