@@ -45,14 +45,22 @@ def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: 
 
     The numbers depend on the seed alone, not on the mesh.
     """
-    module = family(config)
-    graphdef, state = nnx.split(abstract(config, **options))
+    chosen, wide = DecoderOptions(**options), jax.config.read("jax_enable_x64")
+    graphdef, _ = _shapes(config, chosen, wide)
+    return nnx.merge(graphdef, _draw_program(config, chosen, mesh, wide)(jax.random.key(seed)))
+
+
+@functools.lru_cache(maxsize=64)
+def _draw_program(
+    config: DecoderConfig, options: DecoderOptions, mesh: Mesh | None, wide: bool
+) -> Callable[[jax.Array], nnx.State]:
+    """Return the jitted function of `init`, traced and compiled once for all seeds."""
 
     def draw(key: jax.Array) -> nnx.State:
-        return nnx.state(module.Model(config, DecoderOptions(**options), nnx.Rngs(params=key)))
+        return nnx.state(family(config).Model(config, options, nnx.Rngs(params=key)))
 
-    out_shardings = None if mesh is None else shardings(state, mesh)
-    return nnx.merge(graphdef, jax.jit(draw, out_shardings=out_shardings)(jax.random.key(seed)))
+    state = _shapes(config, options, wide)[1]
+    return jax.jit(draw, out_shardings=None if mesh is None else shardings(state, mesh))
 
 
 def draw_params(

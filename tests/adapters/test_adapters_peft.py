@@ -1,8 +1,12 @@
 """PEFT folders against the real peft package in torch, import, refusals, and merging."""
 
+import atexit
 import dataclasses
+import functools
 import json
+import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import jax
@@ -100,13 +104,24 @@ def our_logits(base, values, rebuild):
 
 
 def write_case(tmp_path, case, name="qwen3"):
+    """(config, adapter, values, rebuild) of folders base and adapter in tmp_path."""
+    folder, *result = create_case(case, name)
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    return result
+
+
+@functools.cache
+def create_case(case, name):
+    temporary = tempfile.TemporaryDirectory(prefix="jaxtrain-tests-peft-")
+    atexit.register(temporary.cleanup)
+    tmp_path = Path(temporary.name)
     config = make_base(tmp_path / "base", name)
     experts = ".experts." in " ".join(make_adapter(config, **CASES[case]).slots)
     rate = 0.0 if experts else 0.25
     adapter = dataclasses.replace(make_adapter(config, **CASES[case]), dropout=rate)
     _, values, rebuild = make_params(config, adapter)
     write_peft(values, config, adapter, tmp_path / "adapter", str(tmp_path / "base"))
-    return config, adapter, values, rebuild
+    return tmp_path, config, adapter, values, rebuild
 
 
 TOKENS = np.stack(documents(4, 30, 30))
