@@ -3,6 +3,7 @@
 Parameters are drawn where they live; `mesh=None` means the default device.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Collection, Iterator
@@ -78,29 +79,42 @@ def draw_params(
     only: paths to draw; None: all, or with `part` (see `abstract`) those that it has. by_layer:
     paths that yield an iterator over layers instead of an array, so that no array is ever whole.
     """
-    module = family(config)
     _, state = nnx.split(abstract(config, part, **options))
     param_shardings = {} if mesh is None else dict(nnx.to_flat_state(shardings(state, mesh)))
+    chosen, wide = DecoderOptions(**options), jax.config.read("jax_enable_x64")
+    key = jax.random.key(seed)
     for path, leaf in nnx.to_flat_state(state):
         name = ".".join(map(str, path))
         if only is not None and name not in only:
             continue
-
-        def draw(key: jax.Array, layer: Any = None, path: tuple = path) -> jax.Array:
-            chosen = DecoderOptions(**options, only_layer=layer)
-            model = module.Model(config, chosen, nnx.Rngs(params=key))
-            value = dict(nnx.to_flat_state(nnx.state(model)))[path].get_value()
-            return value if layer is None else value[0]
-
-        key, sharding = (
-            jax.random.key(seed),
-            param_shardings[path].get_value() if param_shardings else None,
-        )
+        sharding = param_shardings[path].get_value() if param_shardings else None
+        draw = _draw_param_program(config, chosen, path, name in by_layer, sharding, wide)
         if name in by_layer:
-            draw_layer = jax.jit(draw, out_shardings=layer_sharding(sharding))
-            yield name, (draw_layer(key, layer) for layer in range(leaf.get_value().shape[0]))
+            layers = range(leaf.get_value().shape[0])
+            yield name, (draw(key, layer) for layer in layers)
         else:
-            yield name, jax.jit(draw, out_shardings=sharding)(key)
+            yield name, draw(key)
+
+
+@functools.lru_cache(maxsize=256)
+def _draw_param_program(
+    config: DecoderConfig,
+    options: DecoderOptions,
+    path: tuple,
+    by_layer: bool,
+    sharding: NamedSharding | None,
+    wide: bool,
+) -> Callable[..., jax.Array]:
+    """Return the jitted function that draws one parameter from (key,), or one layer of it from
+    (key, layer)."""
+
+    def draw(key: jax.Array, layer: Any = None) -> jax.Array:
+        model_options = dataclasses.replace(options, only_layer=layer)
+        model = family(config).Model(config, model_options, nnx.Rngs(params=key))
+        value = dict(nnx.to_flat_state(nnx.state(model)))[path].get_value()
+        return value if layer is None else value[0]
+
+    return jax.jit(draw, out_shardings=layer_sharding(sharding) if by_layer else sharding)
 
 
 def param_count(config: DecoderConfig) -> int:

@@ -26,7 +26,7 @@ from jaxtrain.models.parameters import name_path, split_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families_gptoss import FAMILIES
-from tiny_models import RAW, documents, pack
+from tiny_models import RAW, compute_logits, documents, pack
 from tiny_models import SIZES as TINY
 
 # In and out of no multiple of each other, 6 experts: a wrong axis or order has no shape.
@@ -197,7 +197,7 @@ def test_merging_puts_every_matrix_through_the_storage_by_itself(name, tmp_path)
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 1
 
     def logits(model):
-        return np.asarray(model.logits(model.hidden(BATCH).hidden))
+        return np.asarray(compute_logits(model, BATCH))
 
     actual_values = logits(rebuild({**frozen, **trained}))
     scale = np.abs(actual_values).max()

@@ -24,7 +24,7 @@ from families_experts import FAMILIES
 from families_gptoss import FAMILIES as GPT_OSS
 from test_adapters_experts import BATCH, SIZES, WIDE, open_model
 from test_adapters_nf4 import plain_round_trip
-from tiny_models import RAW
+from tiny_models import RAW, compute_logits
 from tiny_models import SIZES as TINY
 
 # 384 blocks a matrix: groups of 256 reach from one expert into the next, and from gate into up.
@@ -100,7 +100,7 @@ def test_a_run_and_its_merged_folder_have_the_tensors_of_bitsandbytes(name, tmp_
         np.testing.assert_allclose(after[tensor], expected, rtol=1e-5, atol=1e-7, err_msg=tensor)
 
     def logits(model):
-        return np.asarray(model.logits(model.hidden(BATCH).hidden))
+        return np.asarray(compute_logits(model, BATCH))
 
     actual_values = logits(rebuild({**frozen, **trained}))
     scale = np.abs(actual_values).max()

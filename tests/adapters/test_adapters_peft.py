@@ -34,7 +34,7 @@ from jaxtrain.models.parameters import split_model
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families_attn import FAMILIES
 from families_gemma import FAMILIES as GEMMA4
-from tiny_models import RAW, SIZES, documents, pack
+from tiny_models import RAW, SIZES, compute_logits, documents, pack
 
 RAW = RAW | {name: {**SIZES, **GEMMA4[name]} for name in ("gemma4_moe", "gemma4_per_layer")}
 
@@ -93,9 +93,8 @@ def make_adapter(config, target=("all-linear",), full=(), ranks=None, **slot):
     return Adapter(slots, tuple(full))
 
 
-@jax.jit
 def logits_of(model):
-    return model.logits(model.hidden(pack([[row] for row in TOKENS], 30)).hidden)
+    return compute_logits(model, pack([[row] for row in TOKENS], 30))
 
 
 def our_logits(base, values, rebuild):

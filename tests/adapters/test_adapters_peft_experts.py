@@ -19,7 +19,7 @@ from jaxtrain.models import build, families, loading, saving
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 from families_gemma import FAMILIES as GEMMA
 from families_gptoss import FAMILIES
-from tiny_models import RAW, SIZES, pack
+from tiny_models import RAW, SIZES, compute_logits, pack
 
 CONFIGS = {
     "gpt_oss": {**SIZES, **FAMILIES["gpt_oss"]},  # [in, out] matrices, gate and up in turns
@@ -41,7 +41,7 @@ def make_base(folder, name, **sizes):
 
 def logits_of(folder):
     model = loading.load(folder)
-    return np.asarray(model.logits(model.hidden(pack([[row] for row in TOKENS], 30)).hidden))
+    return np.asarray(compute_logits(model, pack([[row] for row in TOKENS], 30)))
 
 
 def theirs(base):

@@ -22,7 +22,7 @@ from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from tiny_models import pack
+from tiny_models import compute_logits, pack
 
 ARCHITECTURE = {
     **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512},
@@ -89,7 +89,7 @@ def parts_of(base, **adapter):
 
 def logits_of(parts, params, change=lambda model: model):
     model = change(abstract_params(parts)[1](params))
-    return np.asarray(model.logits(model.hidden(BATCH).hidden))
+    return np.asarray(compute_logits(model, BATCH))
 
 
 def open_case(base, **adapter):

@@ -20,7 +20,7 @@ import torch
 import transformers
 from flax import nnx
 from safetensors.numpy import load_file
-from tiny_models import SIZES, check_decoding, documents, pack
+from tiny_models import SIZES, check_decoding, compute_logits, documents, pack
 
 from jaxtrain.adapters.fused import find_tensors
 from jaxtrain.batch import Batch
@@ -278,6 +278,6 @@ def test_export_loads_in_transformers(name, tmp_path):
     tokens = np.stack(documents(4, 30, 30))
     with torch.no_grad():
         expected = reference(torch.from_numpy(tokens).long()).logits.numpy()
-    logits = model.logits(model.hidden(pack([[row] for row in tokens], 30)).hidden)
+    logits = compute_logits(model, pack([[row] for row in tokens], 30))
     assert relative_error(logits, expected) < 1e-4  # float32 sums in another order
     assert reference.config.to_dict().get("rope_parameters", {}) == dict(config.rope)

@@ -12,7 +12,7 @@ import transformers
 from families_mla import FAMILIES
 from safetensors.numpy import load_file
 from test_models_families import relative_error
-from tiny_models import SIZES, documents, pack
+from tiny_models import SIZES, compute_logits, documents, pack
 
 from jaxtrain.adapters.spec import find_linears
 from jaxtrain.config.model import ModelConfig
@@ -213,7 +213,7 @@ def test_text_of_a_multimodal_mistral(tied, tmp_path):
     row = documents(1, 20, 20)[0]
     with torch.no_grad():
         expected = reference(input_ids=torch.from_numpy(np.asarray(row)[None]).long()).logits[0]
-    logits = model.logits(model.hidden(pack([[row]], 20)).hidden)[0]
+    logits = compute_logits(model, pack([[row]], 20))[0]
     assert relative_error(np.asarray(logits), expected.numpy()) < 1e-4
     saving.save(model, families.read_config(tmp_path / "theirs"), tmp_path / "ours")
     names = [

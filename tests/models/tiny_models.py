@@ -199,6 +199,12 @@ def documents(seed: int, *lengths: int) -> list[np.ndarray]:
     return [rng.integers(1, SIZES["vocab_size"], n).astype(np.int32) for n in lengths]
 
 
+@jax.jit
+def compute_logits(model, batch):
+    """Logits [B, T, V]; one program for all models of a config."""
+    return model.logits(model.hidden(batch).hidden)
+
+
 def check_decoding(raw: dict, scan: bool = True, apart: bool = True):
     """Prompts in two pieces and single tokens, rows pausing at times: the full forward's states."""
     model = build.init(families.config_from_hf(raw), 0, scan_layers=scan)
