@@ -98,6 +98,11 @@ class DatasetConfig(Section):
     group_prompts: bool = False
     """Preference data: rows with the same prompt become one tree, which computes it once. Reads
     all rows at the start."""
+    image_folder: Place | None = None
+    """Folder in which relative paths of images start, and which none of them leaves. Unset: the
+    dataset's."""
+    image_hosts: list[str] = []
+    """Hosts from which images are fetched whose rows hold a URL; none by default."""
     weight: float | None = Field(None, gt=0)
     """Share of this dataset in the rows drawn, relative to the others' (unset counts as 1).
     Without any weight an epoch holds every row of every dataset once; with weights it is as long,
@@ -179,6 +184,9 @@ class DataConfig(Section):
     same. false, or a model whose layers do not follow trees: each a sample of its own."""
     packing_window: int = Field(256, ge=1, le=ROWS)
     """Samples looked ahead at while rows are filled, longest first."""
+    image_patches: int | None = Field(None, ge=1, le=TOKENS)
+    """Patches of images in a packed row at most, beside its tokens. Unset: as many as sequence_len
+    tokens can stand for. A row with more is dropped and counted."""
     length_buckets: list[int] = []
     """Shorter row lengths that a step may be cut to, when all its rows fit: less padding for one
     more compilation each. Useful without packing, as trees of unlike sizes are trained."""

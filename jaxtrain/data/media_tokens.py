@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.data.packing.tree import Forest, Tree, TreeGroup
+from jaxtrain.data.packing.tree import Forest, Node, Tree, TreeGroup
 from jaxtrain.data.sample import Sample
 from jaxtrain.data.sources.readers import MixturePart, Tokenize
 from jaxtrain.errors import UserError
@@ -47,12 +47,17 @@ def only_text(part: MixturePart, media: MediaTokens) -> MixturePart:
 
 
 def list_tokens(items: Sequence[Any]) -> Iterator[np.ndarray]:
-    """Yield the token arrays of samples and trees."""
+    """Yield the token arrays of samples and trees, without the tokens that stand for their
+    images."""
     for item in items:
         match item:
             case Sample():
-                yield item.tokens
+                yield _text_of(item)
             case Tree():
-                yield from (node.tokens for node in item.nodes)
+                yield from map(_text_of, item.nodes)
             case Forest() | TreeGroup():
                 yield from list_tokens(item.trees)
+
+
+def _text_of(run: Sample | Node) -> np.ndarray:
+    return run.tokens if run.images is None else run.tokens[run.images.slot < 0]

@@ -86,7 +86,7 @@ def open_source(
     nothing trains.
     """
     parts = opened or [recipe.open(dataset) for dataset in data.datasets]
-    row_tokens, units = recipe.row_tokens, recipe.units
+    row_tokens, units, row_patches = recipe.row_tokens, recipe.units, limit_patches(recipe)
     if longer := [size for size in data.length_buckets if size > row_tokens]:
         print(
             f"data.length_buckets {longer[0]:,} is above {row_tokens:,}, the tokens of a row:"
@@ -105,7 +105,8 @@ def open_source(
     streamed = any(is_stream(part.rows) for part in parts)
     if streamed and num_epochs is not None:
         raise UserError("run.num_epochs needs datasets with a length; set run.max_steps instead")
-    common = {"row_tokens": row_tokens, "seed": seed, "shuffle": data.shuffle}
+    limits = {"row_tokens": row_tokens, "row_patches": row_patches}
+    common = {**limits, "seed": seed, "shuffle": data.shuffle}
     if streamed:
         reader = StreamReader(parts, shuffle_buffer=data.shuffle_buffer, **common)
     else:
@@ -116,12 +117,12 @@ def open_source(
         "weights": [part.weight for part in parts],
         "seed": seed,
         "shuffle": data.shuffle,
-        "row_tokens": row_tokens,
+        **{name: limit for name, limit in limits.items() if limit is not None},
         "units": units,
         "packing": data.packing,
         "packing_window": data.packing_window,
     }
-    packer = _open_packer(reader, data, seed, row_tokens, units)
+    packer = _open_packer(reader, data, seed, limits, units)
     left_out = sum(sum(part.left_out.values()) for part in parts)
     return BatchSource(packer, shape, prefetch=data.prefetch, layout=layout, left_out=left_out)
 
@@ -139,17 +140,20 @@ def plan_steps(
     """Return the number of optimizer steps that open_source(num_epochs=...) yields, and the counts
     of all rows read for them. Every row is tokenized once."""
     parts = opened or [recipe.open(dataset) for dataset in data.datasets]
-    row_tokens, units = recipe.row_tokens, recipe.units
+    row_tokens, units, row_patches = recipe.row_tokens, recipe.units, limit_patches(recipe)
     if units is not None:  # only the number of trees matters, and a group has no row of its own
         data = data.model_copy(update={"packing": False})
     sized = [
-        MixturePart(part.name, measure_lengths(part, data, row_tokens), keep_items, part.weight)
+        MixturePart(
+            part.name, measure_lengths(part, data, row_tokens, row_patches), keep_items, part.weight
+        )
         for part in parts
     ]
     reader = IndexedReader(
         sized, row_tokens=row_tokens, seed=seed, shuffle=data.shuffle, num_epochs=num_epochs
     )
-    packer = _open_packer(reader, data, seed, row_tokens, units)
+    limits = {"row_tokens": row_tokens, "row_patches": row_patches}
+    packer = _open_packer(reader, data, seed, limits, units)
     num_outputs = sum(1 for _ in iter(lambda: next(packer, None), None))
     per_step = 1 if isinstance(packer, UnitPacker) else rows_per_microstep * microsteps
     return -(-num_outputs // per_step), packer.counts
@@ -170,7 +174,8 @@ def eval_batches(
     dataset, if it is open already.
     """
     part = opened or recipe.open_held_out(dataset)
-    options = {"row_tokens": recipe.row_tokens, "shuffle": False}
+    limits = {"row_tokens": recipe.row_tokens, "row_patches": limit_patches(recipe)}
+    options = {**limits, "shuffle": False}
     if is_stream(part.rows):
         reader = StreamReader([part], once=True, **options)
     else:
@@ -184,7 +189,7 @@ def eval_batches(
         normalize=recipe.held_out_normalize,
         fields=recipe.fields,
     )
-    packer = _open_packer(reader, ordered, 0, recipe.row_tokens)
+    packer = _open_packer(reader, ordered, 0, limits)
     iterator = StepIterator(packer, shape)
     try:
         for batch in iterator:
@@ -192,6 +197,11 @@ def eval_batches(
     finally:
         done(packer.counts)
         iterator.close()
+
+
+def limit_patches(recipe: Recipe) -> int | None:
+    """Return the patches of images that a row may have; None for rows of text."""
+    return None if recipe.fields.images is None else recipe.fields.images.row_patches
 
 
 def count_part(part: MixturePart, row_tokens: int, seconds: float) -> tuple[Counts, bool]:
@@ -214,13 +224,15 @@ class TreeSize:
     num_tokens: int
     flat_tokens: int
     controls: int
+    num_patches: int
 
 
 def measure_lengths(
-    part: MixturePart, data: DataConfig, row_tokens: int
+    part: MixturePart, data: DataConfig, row_tokens: int, row_patches: int | None = None
 ) -> list[list[TreeSize | RowNote]]:
     """Tokenize every row once and return the sizes of what each became."""
-    options = {"row_tokens": row_tokens, "shuffle": False, "num_epochs": 1}
+    limits = {"row_tokens": row_tokens, "row_patches": row_patches}
+    options = {**limits, "shuffle": False, "num_epochs": 1}
     reader = IndexedReader([part], num_workers=data.num_workers, **options)
     lengths = [
         [item if isinstance(item, RowNote) else _measure(item) for item in items]
@@ -232,17 +244,21 @@ def measure_lengths(
 
 def _measure(item: Any) -> TreeSize:
     flat = getattr(item, "flat_tokens", item.num_tokens)
-    return TreeSize(item.num_tokens, flat, item.controls)
+    return TreeSize(item.num_tokens, flat, item.controls, getattr(item, "num_patches", 0))
 
 
 def _open_packer(
-    reader: TreeReader, data: DataConfig, seed: int, row_tokens: int, units: int | None = None
+    reader: TreeReader,
+    data: DataConfig,
+    seed: int,
+    limits: dict[str, Any],
+    units: int | None = None,
 ) -> WindowPacker | UnitPacker:
     if units is not None:
-        return UnitPacker(reader, units=units, row_tokens=row_tokens, packing=data.packing)
+        return UnitPacker(reader, units=units, packing=data.packing, **limits)
     return WindowPacker(
         reader,
-        row_tokens=row_tokens,
+        **limits,
         window=data.packing_window,
         packing=data.packing,
         shuffle=data.shuffle,

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxtrain.data.packing.tree import Forest, Node, Tree, TreeGroup
+from jaxtrain.data.packing.tree import Forest, Node, PlacedImages, Tree, TreeGroup
 
 
 @dataclass(frozen=True)
@@ -24,6 +24,8 @@ class Sample:
     """File and row, for messages: "train.jsonl row 17"."""
     controls: int = 0
     """Control tokens that its texts spell: see control_tokens.py."""
+    images: PlacedImages | None = None
+    """Images that stand in it."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,8 @@ def weigh_ends(
 
 def to_tree(sample: Sample, component: str = "nll") -> Tree:
     """Build the one-branch tree of a sample, with its weights as those of `component`."""
-    node = Node(-1, np.asarray(sample.tokens, np.int32), {component: sample.weights})
+    weights = {component: sample.weights}
+    node = Node(-1, np.asarray(sample.tokens, np.int32), weights, images=sample.images)
     return Tree((node,), origin=sample.origin, controls=sample.controls)
 
 
@@ -68,11 +71,13 @@ def to_trees(
     items: Sequence[Sample | Tree | Forest | TreeGroup | RowNote],
     row_tokens: int,
     component: str = "nll",
+    row_patches: int | None = None,
 ) -> list[Tree | Forest | TreeGroup | RowNote]:
     """Convert the output of a row tokenizer to trees (or groups).
 
-    Trees that cannot train are dropped here: those of more than `row_tokens` tokens fit no row, and
-    nothing predicts a trained first token.
+    Trees that cannot train are dropped here: those of more than `row_tokens` tokens, or whose
+    images have more than `row_patches` patches, fit no row, and nothing predicts a trained first
+    token.
     """
     checked: list[Tree | Forest | TreeGroup | RowNote] = []
     for item in items:
@@ -85,6 +90,8 @@ def to_trees(
             trees = (item,)
         if trees and any(tree.num_tokens > row_tokens for tree in trees):
             item = Dropped("too long for a row", trees[0].origin)
+        elif row_patches is not None and any(tree.num_patches > row_patches for tree in trees):
+            item = Dropped("too many patches for a row (data.image_patches)", trees[0].origin)
         elif trees and not any(map(trains, trees)):
             item = Dropped("no trained token", trees[0].origin)
         checked.append(item)

@@ -7,7 +7,7 @@ from typing_extensions import override
 
 from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
 from jaxtrain.data.chat.tokenize import RowTokenizer
-from jaxtrain.data.packing.pack import NLL, Fields, Normalize
+from jaxtrain.data.packing.pack import NLL, Fields, ImagePacker, Normalize
 from jaxtrain.data.pipeline import Recipe
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
@@ -26,12 +26,19 @@ class Sequences(Recipe):
     normalize: Normalize = "branch"
     held_out_normalize: Normalize = "branch"
     units: int | None = None
-    fields: Fields = NLL
+    fields: Fields
 
-    def __init__(self, data: DataConfig, tokenizer: Any, trees: bool = False):
+    def __init__(
+        self,
+        data: DataConfig,
+        tokenizer: Any,
+        trees: bool = False,
+        images: ImagePacker | None = None,
+    ):
         """trees: samples of a conversation that begin alike become trees, which the layers of the
-        model must support."""
+        model must support. images: what makes patches of the rows' images; None: text alone."""
         self.data, self.tokenizer, self.trees = data, tokenizer, trees
+        self.fields = Fields(images=images) if images is not None else NLL
         self.row_tokens = data.sequence_len
 
     @override
@@ -47,6 +54,8 @@ class Sequences(Recipe):
     def settings(self, dataset: DatasetConfig) -> str | None:
         if type(self) is not Sequences or dataset.format not in FORMATS:
             return None  # code outside jaxtrain shapes the samples; it has no digest
+        if self.fields.images is not None:
+            return None  # so do files beside the rows
         keys = dataset.model_dump_json(include=SHAPING)
         return repr((keys, self.data.sequence_len, self.data.too_long, self.trees))
 

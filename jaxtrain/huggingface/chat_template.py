@@ -59,6 +59,10 @@ def render(
     template's reason, UserError for a template that cannot be compiled or that takes more time or
     memory than any conversation needs.
     """
+    if (pictures := _find_pictures(tokenizer, messages)) is not None:
+        return pictures.render(
+            messages, lambda shown: render(tokenizer, shown, tools, generation, kwargs)
+        )
     if (frame := _find_frame(tokenizer, messages, tools, generation, kwargs)) is not None:
         return frame.fill(messages)
     reply = _request(tokenizer, messages, tools, generation, kwargs)
@@ -82,6 +86,12 @@ def render(
         f"{source} is stopped: {reason}; a rendering gets {SECONDS:g} s and"
         f" {MEMORY_BYTES >> 20} MiB. Name another one as model.chat_template"
     )
+
+
+def _find_pictures(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> Any:
+    """Return the format of the tokenizer's images (data/images/format.py) if messages hold any."""
+    form = getattr(tokenizer, "image_format", None)
+    return form if form is not None and form.has_pictures(messages) else None
 
 
 class Frame(NamedTuple):
@@ -182,7 +192,7 @@ def render_prefixes(
     kwargs: Mapping[str, Any] | None = None,
 ) -> Prefixes | None:
     """Render all beginnings of a conversation at once; None if each has to be rendered alone."""
-    if not messages:
+    if not messages or _find_pictures(tokenizer, messages) is not None:
         return None
     mark = secrets.token_hex(16)
     try:
@@ -270,6 +280,10 @@ def _request(
     special = tokenizer.special_tokens_map
     # As transformers does: templates test whether a key is there.
     messages = [{k: v for k, v in message.items() if v is not None} for message in messages]
+    if template not in _READS_PARTS:
+        _READS_PARTS[template] = _reads_only_parts(template, special)
+    if _READS_PARTS[template]:
+        messages = [_write_parts(message) for message in messages]
     if any(message.get("tool_calls") for message in messages):
         form = _CALL_FORMS.get(template)
         if form is None:
@@ -334,6 +348,29 @@ def _find_call_form(template: str, special: Mapping[str, Any]) -> CallForm:
         if not misread and all(f"probe_{part}" in text for part in ("name", "key", "value")):
             return form
     return False, False
+
+
+_READS_PARTS: dict[str, bool] = {}
+"""True for templates that leave out contents that are texts, and write parts of type text."""
+
+
+def _reads_only_parts(template: str, special: Mapping[str, Any]) -> bool:
+    """Try a content of both forms."""
+    message = {"role": "user", "content": "probe_content"}
+
+    def writes(shown: Mapping[str, Any]) -> bool:
+        reply = _run(template, [shown], None, False, special, "text")
+        return reply.kind == "text" and "probe_content" in reply.text
+
+    return not writes(message) and writes(_write_parts(message))
+
+
+def _write_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return a message whose content is a list of parts."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return message
+    return {**message, "content": [{"type": "text", "text": content}]}
 
 
 def _write_calls(message: Mapping[str, Any], text: bool, none: bool) -> Mapping[str, Any]:

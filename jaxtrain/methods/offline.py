@@ -9,9 +9,11 @@ from rich.console import Console
 
 from jaxtrain.batch import Batch
 from jaxtrain.config import Config, DatasetConfig
+from jaxtrain.core.architecture import find_architecture
 from jaxtrain.core.bundle import ModelBundle, count_microsteps
 from jaxtrain.core.task import Round, TrainingContext
 from jaxtrain.data.counts import describe_controls, describe_counts, describe_unread, unread_of
+from jaxtrain.data.packing.pack import ImagePacker
 from jaxtrain.data.packing.steps import BatchSource
 from jaxtrain.data.pipeline import Recipe, count_part, eval_batches, open_source, plan_steps
 from jaxtrain.data.sources.readers import MixturePart
@@ -251,3 +253,15 @@ def check_packing(config: Config, architecture: Any) -> None:
     if config.data.packing:
         conflict = "data.packing puts several documents into a row"
         require_trees(architecture, conflict, "set data.packing to false")
+
+
+def open_images(config: Config, tokenizer: Any, row_tokens: int) -> ImagePacker | None:
+    """Have the rows' images read, if the model has a tower for them; None: images are refused."""
+    if config.model.architecture is None and config.model.path is None:
+        return None
+    folder, raw = find_architecture(config.model)
+    if "vision_config" not in raw:
+        return None
+    from jaxtrain.data.images.setup import open_packer
+
+    return open_packer(folder, raw, tokenizer, config.data, row_tokens)

@@ -54,11 +54,8 @@ MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios", "
 """Keys and columns of what is no text."""
 PARTIAL_MASKS = ("train_detail", "training_detail", "assistant_masks", "completion_mask")
 """Keys and columns that mask parts of a message, other than by characters of its text."""
-TAGS = (
-    ("<think>", "</think>"),
-    ("<reasoning>", "</reasoning>"),
-    ("<|begin_of_thought|>", "<|end_of_thought|>"),
-)
+TAGS = (("<think>", "</think>"), ("<reasoning>", "</reasoning>"))
+TAGS += (("<|begin_of_thought|>", "<|end_of_thought|>"),)
 """What thoughts stand between in a text."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Keys of the arguments of a tool call."""
@@ -109,13 +106,14 @@ def read_messages(
     unread: set[str] | None = None,
     speaker: str = "",
     spans: bool = False,
+    images: Any = None,
 ) -> list[Message]:
     """Return messages in OpenAI form: arguments of tool calls as objects, empty keys removed.
 
     fields: renamed keys as {"messages.content": "value"}; roles: {role in the data: role}. unread:
     receives the keys that nothing reads. speaker: role of plain texts, and of messages without a
-    role. spans: read `train_detail`, which is refused otherwise. Normalized messages are returned
-    as they are. Raises MalformedRow.
+    role. spans: read `train_detail`, which is refused otherwise. images: the images.RowImages of
+    the row; None refuses images. Normalized messages are returned as they are. Raises MalformedRow.
     """
     if isinstance(value, Mapping):
         value = [value]
@@ -123,9 +121,9 @@ def read_messages(
         raise MalformedRow("messages must be a list of {role, content}")
     if len(value) > MAX_MESSAGES:
         raise MalformedRow(f"more than {MAX_MESSAGES:,} messages")
-    check_values(value)
+    check_values(value, () if images is None else images.keys)
     messages = []
-    reader = MessageReader(fields, roles, unread, speaker, spans=spans)
+    reader = MessageReader(fields, roles, unread, speaker, spans=spans, images=images)
     for number, item in enumerate(value, 1):
         try:
             messages.append(reader.read(item))
@@ -146,6 +144,7 @@ class MessageReader:
         speaker: str = "",
         lenient: bool = False,
         spans: bool = False,
+        images: Any = None,
     ):
         """Take the arguments of read_messages. lenient: for requests to a model, which may hold
         what the model wrote: arguments that are no JSON object stay text, and a message may be
@@ -153,7 +152,7 @@ class MessageReader:
         self.fields, self.roles = fields or {}, roles or {}
         self.renames = any(name.startswith("messages.") for name in self.fields)
         self.unread = set() if unread is None else unread
-        self.speaker, self.lenient, self.spans = speaker, lenient, spans
+        self.speaker, self.lenient, self.spans, self.images = speaker, lenient, spans, images
 
     def read(self, item: Any) -> Message:
         """Return a normalized message; raises MalformedRow."""
@@ -226,7 +225,11 @@ class MessageReader:
                 texts.append(part)
             elif isinstance(part, Mapping) and part is not value:
                 kind = part.get("type", "text")
-                if kind in ("thinking", "reasoning"):
+                keys: tuple[str, ...] = ("type", "text", kind)
+                if self.images is not None and self.images.is_image(part):
+                    texts.append(self.images.write(part))
+                    keys = ("type", *self.images.keys)
+                elif kind in ("thinking", "reasoning"):
                     thoughts.append(read_thought(kind, part.get(kind, part.get("text"))))
                 elif isinstance(part.get("text"), str):
                     texts.append(part["text"])
@@ -234,7 +237,7 @@ class MessageReader:
                     raise MalformedRow(
                         f"only text content is supported, not a part of type {show(kind, 40)}"
                     )
-                self._note_keys(part, ("type", "text", kind), "content part key")
+                self._note_keys(part, keys, "content part key")
             elif part is value:
                 raise MalformedRow(f"content is {name_type(value)}, not a text")
             else:
@@ -465,9 +468,10 @@ def check_readable(row: Any) -> None:
         raise MalformedRow(row.reason)
 
 
-def check_values(value: Any) -> None:
+def check_values(value: Any, unchecked: Sequence[str] = ()) -> None:
     """Raise MalformedRow for values that would break a template or tokenizer: deep nesting, half a
-    surrogate pair, texts longer than MAX_TEXT or, together, MAX_OF_ROW."""
+    surrogate pair, texts longer than MAX_TEXT or, together, MAX_OF_ROW. unchecked: keys of images.
+    """
     if too_deep(value):
         raise MalformedRow(f"nested deeper than {DEPTH} levels")
     size, pending = 0, [value]
@@ -480,7 +484,7 @@ def check_values(value: Any) -> None:
             if not entry.isascii() and has_surrogates(entry):
                 raise MalformedRow("a text with half a surrogate pair")
         elif isinstance(entry, Mapping):
-            pending += [*entry, *entry.values()]
+            pending += [*entry, *(entry[key] for key in entry if key not in unchecked)]
         elif isinstance(entry, list | tuple):
             pending += entry
     if size > MAX_OF_ROW:

@@ -9,15 +9,16 @@
 | tools                  | `tools`, `functions`                                                 |
 | keywords of a template | `chat_template_kwargs`                                               |
 
-Two columns of a line that say different things make a row malformed, and so do images, videos and
-audio beside a conversation. Columns that nobody asked for are `Row.unread`.
+Two columns of a line that say different things make a row malformed, and so do videos, audio and,
+unless the method reads them, images beside a conversation. Columns that nobody asked for are
+`Row.unread`.
 """
 
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxtrain.data.chat.messages import (
     MEDIA,
@@ -39,12 +40,17 @@ from jaxtrain.data.chat.messages import (
 )
 from jaxtrain.text_safety import name_type, show
 
+if TYPE_CHECKING:
+    from jaxtrain.data.images.placing import RowImages
+
 MESSAGES = ("messages", "conversations", "conversation")
 TOOLS = ("tools", "functions")
 PROMPTS = ("prompt", *MESSAGES, "question", "instruction", "input")
 """Columns of prompts, in order of preference."""
 CONTEXT = ("system", "history", *TOOLS, "chat_template_kwargs")
 """Columns of what a chat template writes beside the messages."""
+IMAGES = ("images", "image")
+"""Columns of images, where a reader takes them."""
 RESERVED = {"messages", "conversation", "tools", "chat_template", "add_generation_prompt"} | {
     "continue_final_message",
     "tokenize",
@@ -76,14 +82,17 @@ class Row:
         drop_system_message: bool = False,
         split_thinking: bool = False,
         spans: bool = False,
+        images: "RowImages | None" = None,
     ):
         """fields: {name: column of the data}, message keys with a dot; the next ones as in
-        DatasetConfig. spans: the caller applies `train_detail` of messages. Raises MalformedRow for
-        a row that could not be read from its file, or whose columns are no texts to be formatted.
+        DatasetConfig. spans: the caller applies `train_detail` of messages. images: reader of the
+        row's images; None refuses them. Raises MalformedRow for a row that could not be read from
+        its file, or whose columns are no texts to be formatted.
         """
         check_readable(row)
         self.fields, self.roles = fields or {}, roles or {}
         self.drops_system, self.splits, self.spans = drop_system_message, split_thinking, spans
+        self.images = images
         self.renamed = {
             name: column
             for name, column in self.fields.items()
@@ -152,7 +161,8 @@ class Row:
         return self._pick(MESSAGES, read)
 
     def _normalize(self, value: Any, speaker: str) -> list[Message]:
-        return read_messages(value, self.fields, self.roles, self._notes, speaker, self.spans)
+        options = {"speaker": speaker, "spans": self.spans, "images": self.images}
+        return read_messages(value, self.fields, self.roles, self._notes, **options)
 
     def _shape(self, messages: list[Message]) -> list[Message]:
         """Apply the dataset's rules for messages."""
@@ -247,10 +257,13 @@ class Row:
     @property
     def has_context(self) -> bool:
         """True if columns hold what only a chat template can write."""
-        return any(name in self for name in CONTEXT)
+        images = IMAGES if self.images is not None else ()
+        return any(name in self for name in (*CONTEXT, *images))
 
     def refuse_media(self) -> None:
-        """Raise MalformedRow for images, videos or audio beside the texts."""
+        """Raise MalformedRow for images, videos or audio beside the texts, except images that are
+        read."""
+        self._read.update(IMAGES if self.images is not None else ())
         unused = self.unused()
         refuse([name for name in MEDIA if name in unused], "column")
 
@@ -265,6 +278,8 @@ class Row:
         refuse([name for name in PARTIAL_MASKS if name in unused], "column")
         complete = self.with_context(messages)
         start = 0 if first is None else first + len(complete) - len(messages)
+        if self.images is not None:
+            complete = self.images.place(complete, self.get(*IMAGES))
         return Conversation(complete, self.tools(), self.chat_template_kwargs(), start)
 
     def prompt(self, column: str = "prompt") -> str | list[Message] | None:

@@ -4,7 +4,7 @@ The first token of a sequence has nothing before it and never trains.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -20,7 +20,7 @@ from jaxtrain.data.chat.messages import (
     select_turns,
     without_flags,
 )
-from jaxtrain.data.chat.rows import CONTEXT, Conversation, Row
+from jaxtrain.data.chat.rows import CONTEXT, IMAGES, Conversation, Row
 from jaxtrain.data.formats import (
     COLUMNS,
     OPTIONAL,
@@ -30,10 +30,14 @@ from jaxtrain.data.formats import (
     find_custom_format,
 )
 from jaxtrain.data.packing.prefixes import share_prefixes
-from jaxtrain.data.packing.tree import Tree
+from jaxtrain.data.packing.tree import PlacedImages, Tree
 from jaxtrain.data.sample import Dropped, RowNote, Sample, note_unread, weigh_ends
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
+
+if TYPE_CHECKING:
+    from jaxtrain.data.images.placing import RowImages
+    from jaxtrain.data.images.reader import ImageReader
 
 NAMES = [
     *sorted({name for needed in COLUMNS.values() for names in needed for name in names} | OPTIONAL),
@@ -78,6 +82,7 @@ class RowTokenizer:
                 tokenizer, dataset.special_tokens, dataset.chat_template_kwargs
             )
         self.encoder = encoder_of(tokenizer, dataset.special_tokens)
+        self.images = open_images(dataset, tokenizer)
 
     def __reduce__(self) -> tuple[Any, ...]:
         options = (self.dataset, self.tokenizer, self.sequence_len, self.too_long, self.trees)
@@ -86,7 +91,8 @@ class RowTokenizer:
     def __call__(self, row: dict[str, Any], origin: str) -> Result:
         """Return the samples of a row, or the reason why it has none, and what was not read."""
         try:
-            columns = Row(row, **self.dataset.reading, spans=True)
+            images = self._open_images(origin)
+            columns = Row(row, **self.dataset.reading, spans=True, images=images)
             if self.outside is not None:
                 check_values([v for v in columns.columns.values() if isinstance(v, str)])
                 custom = self._ask(self.outside, columns.columns)
@@ -94,7 +100,7 @@ class RowTokenizer:
                     return self._finish(custom, origin)
                 keys = {k: v for k, v in self.dataset.fields.items() if "." in k}
                 reading = {**self.dataset.reading, "fields": keys, "column_formats": {}}
-                columns = Row(custom, **reading, spans=True)
+                columns = Row(custom, **reading, spans=True, images=images)
             return [*self._read(columns, origin), *note_unread(columns.unread, origin)]
         except MalformedRow as error:
             where = f"{origin}, {error.location}" if error.location else origin
@@ -126,7 +132,7 @@ class RowTokenizer:
             messages = row.messages()
             if messages is None:
                 raise MalformedRow("column messages is missing or empty")
-            return self._chat(row.conversation(messages), origin)
+            return self._chat(row, row.conversation(messages), origin)
         as_chat = self.dataset.as_chat
         if name == "prompt_completion":
             prompt, completion = row.require("prompt"), row.require("completion")
@@ -137,13 +143,14 @@ class RowTokenizer:
                 return self._plain(prompt, completion, origin)
             before = row.read_messages(prompt, "user")
             after = row.read_messages(completion, "assistant")
-            return self._chat(row.conversation(before + after, len(before)), origin)
+            return self._chat(row, row.conversation(before + after, len(before)), origin)
         instruction, output = row.require_text("instruction"), row.require_text("output")
         extra = row.text("input")
-        if as_chat or any(entry in row for entry in CONTEXT if entry != "system"):
+        context = (*CONTEXT, *(IMAGES if row.images is not None else ()))
+        if as_chat or any(entry in row for entry in context if entry != "system"):
             user = f"{instruction}\n\n{extra}" if extra else instruction
             messages = [{"role": "user", "content": user}, {"role": "assistant", "content": output}]
-            return self._chat(row.conversation(messages), origin)
+            return self._chat(row, row.conversation(messages), origin)
         row.refuse_media()
         middle = f"{ALPACA_INPUT}{extra}" if extra else ""
         system = row.system()
@@ -168,7 +175,15 @@ class RowTokenizer:
             )
         return output
 
-    def _chat(self, conversation: Conversation, origin: str) -> Result:
+    def _open_images(self, origin: str) -> "RowImages | None":
+        """Return the reader of a row's images; None if the method does not read any."""
+        if self.images is None:
+            return None
+        from jaxtrain.data.images.placing import RowImages
+
+        return RowImages(self.images, origin)
+
+    def _chat(self, row: Row, conversation: Conversation, origin: str) -> Result:
         """Render a conversation; messages of its prompt are context unless all tokens train."""
         template.require_chat_template(self.tokenizer)
         assert self.renderer is not None
@@ -194,8 +209,11 @@ class RowTokenizer:
             if (mode_of_ends := self.dataset.train_on_eot) != "turn":
                 ends = frozenset().union(*template.turn_ends(self.tokenizer))
                 weigh_ends(part.tokens, weights, ends, mode_of_ends, index == 0)
+            placed = row.images and row.images.find(part.tokens, messages)
+            if placed:
+                weights[placed.slot >= 0] = 0.0
             if weights.any():
-                weighted.append((part.tokens, weights))
+                weighted.append((part.tokens, weights, placed))
         return self._finish(weighted, origin, parts[0].controls)
 
     def _pair(self, prompt: str, completion: str) -> Weighted:
@@ -243,10 +261,12 @@ class RowTokenizer:
     def _count(self, *texts: str) -> int:
         return sum(map(self.encoder.count, texts))
 
-    def _finish(self, sequences: Sequence[Weighted], origin: str, controls: int = 0) -> Result:
-        """Apply the length and mask rules of all formats."""
+    def _finish(self, sequences: Sequence[Any], origin: str, controls: int = 0) -> Result:
+        """Apply the length and mask rules of all formats. sequences: `Weighted`, some with their
+        PlacedImages."""
         results: list[Sample | Dropped] = []
-        for tokens, weights in sequences:
+        for tokens, weights, *placed in sequences:
+            images: PlacedImages | None = placed[0] if placed else None
             if len(tokens) > self.sequence_len:
                 if self.too_long == "error":
                     raise UserError(
@@ -256,17 +276,32 @@ class RowTokenizer:
                 if self.too_long == "drop":
                     results.append(Dropped("too long", origin))
                     continue
-                tokens, weights = tokens[: self.sequence_len], weights[: self.sequence_len]
+                stop = self.sequence_len
+                if images is not None and self.images is not None:
+                    stop = self.images.move_cut(images, stop, self.encoder)
+                    images = images.cut(0, stop)
+                tokens, weights = tokens[:stop], weights[:stop]
             weight = np.array(weights, np.float32)
             weight[:1] = 0.0
             if weight.any():
-                results.append(Sample(np.asarray(tokens, np.int32), weight, origin, controls))
+                token_array = np.asarray(tokens, np.int32)
+                results.append(Sample(token_array, weight, origin, controls, images))
                 controls = 0  # counted once per row, with its first sample
             else:
                 results.append(Dropped("no trained token", origin))
         if not results:
             return [Dropped("no trained token", origin)]
         return share_prefixes(results, self.sequence_len) if self.trees else [*results]
+
+
+def open_images(dataset: DatasetConfig, tokenizer: Any) -> "ImageReader | None":
+    """Open the reader of a dataset's images; None unless the method has given the tokenizer the
+    format of its model's images (images/setup.py)."""
+    if getattr(tokenizer, "image_format", None) is None:
+        return None
+    from jaxtrain.data.images.reader import open_reader
+
+    return open_reader(dataset, tokenizer.image_format)
 
 
 def _is_weighted(pair: Any) -> bool:

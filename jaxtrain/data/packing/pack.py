@@ -11,12 +11,12 @@ describes the queries that see it. The weights of each tree are divided by its o
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 
-from jaxtrain.batch import Batch
-from jaxtrain.data.packing.tree import Forest, Tree, Weights
+from jaxtrain.batch import IMAGE_SLOT, Batch, Images
+from jaxtrain.data.packing.tree import Forest, PlacedImages, Tree, Weights, join_images
 
 Normalize = Literal["token", "tree", "branch"]
 
@@ -42,6 +42,24 @@ class PackedTree:
     num_branches: int
     since: np.ndarray | None = None
     """First query that sees this token; None: the token itself."""
+    images: PlacedImages | None = None
+
+
+class ImagePacker(Protocol):
+    """Maker of the patches of rows with images: data/images/patches.py."""
+
+    @property
+    def row_patches(self) -> int:
+        """Patches of a row at most."""
+        ...
+
+    def bucket(self, rows: Sequence[PlacedImages | None]) -> int:
+        """Return the patches P to which the longest of some rows is padded; 0 without images."""
+        ...
+
+    def pack(self, rows: Sequence[PlacedImages | None], num_patches: int) -> Images:
+        """Read the images of B rows; arrays [B, P, ...]."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -58,6 +76,8 @@ class Fields:
     """True if tokens of some trees see later ones."""
     dtype: Any = np.float32
     """Dtype of the weights."""
+    images: ImagePacker | None = None
+    """What makes the patches of images; None: rows hold text alone."""
 
 
 NLL = Fields()
@@ -104,6 +124,7 @@ def _lay_out_chain(tree: Tree) -> PackedTree:
         streams=dict(node.streams),
         num_branches=tree.num_branches,
         since=node.since,
+        images=node.images,
     )
 
 
@@ -149,6 +170,7 @@ def _lay_out_nodes(tree: Tree) -> PackedTree:
         },
         num_branches=tree.num_branches,
         since=since,
+        images=join_images([(n.images, len(n.tokens)) for n in nodes]),
     )
 
 
@@ -187,44 +209,56 @@ def _join(parts: Sequence[PackedTree]) -> PackedTree:
         streams={name: np.concatenate([part.streams[name] for part in parts]) for name in named},
         num_branches=int(branches[-1]),
         since=since,
+        images=join_images([(p.images, n) for p, n in zip(parts, lengths, strict=True)]),
     )
 
 
 def fit_rows(
-    lengths: Sequence[int], row_tokens: int, opened: Sequence[int] = ()
+    lengths: Sequence[int],
+    row_tokens: int,
+    opened: Sequence[int] = (),
+    patches: tuple[Sequence[int], int] | None = None,
 ) -> list[list[int]]:
     """Assign lengths to rows, first fit decreasing: indices of `lengths` by row, ties in order.
 
     `opened` are in the first row already and stay there. Every length is at most `row_tokens`.
-    (Johnson 1973: at most 11/9 of the optimal number of rows, plus one.)
+    (Johnson 1973: at most 11/9 of the optimal number of rows, plus one.) patches: those of each
+    tree, and of a row, which must fit as well.
     """
-    sizes = np.asarray(lengths, np.int64)
+    counts, row_patches = patches if patches is not None else ([0] * len(lengths), 0)
+    sizes = np.stack([np.asarray(lengths, np.int64), np.asarray(counts, np.int64)], axis=1)
+    full = np.array([row_tokens, row_patches])
     rows: list[list[int]] = []
-    room = np.zeros(len(sizes) + 1, np.int64)
+    room = np.zeros((len(sizes) + 1, 2), np.int64)
     if len(opened):
         rows.append(list(opened))
-        room[0] = row_tokens - sizes[list(opened)].sum()
+        room[0] = full - sizes[list(opened)].sum(0)
     already = set(opened)
-    for index in np.argsort(-sizes, kind="stable").tolist():
+    for index in np.argsort(-sizes[:, 0], kind="stable").tolist():
         if index in already:
             continue
         size = sizes[index]
-        assert size <= row_tokens, f"a tree of {size} tokens in a row of {row_tokens}"
-        fits = room[: len(rows)] >= size
+        assert (size <= full).all(), f"a tree of {size} tokens and patches in a row of {full}"
+        fits = (room[: len(rows)] >= size).all(1)
         row = int(fits.argmax()) if len(rows) else 0
         if not len(rows) or not fits[row]:
             row = len(rows)
             rows.append([])
-            room[row] = row_tokens
+            room[row] = full
         rows[row].append(index)
         room[row] -= size
     return rows
 
 
 def build_batch(
-    rows: Sequence[Sequence[PackedTree]], row_tokens: int, fields: Fields = NLL
+    rows: Sequence[Sequence[PackedTree]],
+    row_tokens: int,
+    fields: Fields = NLL,
+    num_patches: int | None = None,
 ) -> Batch:
     """Build a batch [B, T] of `rows`, each a list of packed trees that fit; a row may be empty.
+
+    num_patches: P, where other microsteps of the step have more images than these rows.
 
     Padding: token 0, prev -1, until index + 1, owner -1, weights and streams 0. A component or
     stream that a tree lacks is 0 on its tokens.
@@ -263,7 +297,34 @@ def build_batch(
             for name in batch.streams.keys() & tree.streams.keys():
                 np.copyto(batch.streams[name][span], tree.streams[name], casting="same_kind")
             start, branch = stop, branch + tree.num_branches
-    return batch
+    return batch if fields.images is None else _add_images(batch, rows, fields.images, num_patches)
+
+
+def _add_images(
+    batch: Batch,
+    rows: Sequence[Sequence[PackedTree]],
+    packer: ImagePacker,
+    num_patches: int | None,
+) -> Batch:
+    """Add the stream of slots, and patches if any row has images."""
+    placed = join_row_images(rows, batch.tokens.shape[1])
+    slots = np.full(batch.tokens.shape, -1, np.int32)
+    for b, row in enumerate(placed):
+        if row is not None:
+            slots[b] = row.slot
+    if num_patches is None:
+        num_patches = packer.bucket(placed)
+    images = packer.pack(placed, num_patches) if num_patches else None
+    return batch._replace(images=images, streams={**batch.streams, IMAGE_SLOT: slots})
+
+
+def join_row_images(
+    rows: Sequence[Sequence[PackedTree]], row_tokens: int | None = None
+) -> list[PlacedImages | None]:
+    """Join the images of each row's trees."""
+    return [
+        join_images([(tree.images, len(tree.tokens)) for tree in row], row_tokens) for row in rows
+    ]
 
 
 def stack_batches(batches: Sequence[Batch]) -> Batch:
@@ -288,6 +349,8 @@ def _stack(values: Sequence[Any]) -> Any:
     if first is None:
         assert all(value is None for value in values), "microsteps differ in fields"
         return None
+    if isinstance(first, Images):
+        return Images(*(_stack(arrays) for arrays in zip(*values, strict=True)))
     return np.stack(values)
 
 

@@ -12,11 +12,12 @@ each branch sees only its own tokens (docs/tree_training.md).
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
 
-from jaxtrain.data.packing.tree import Node, Tree, Weights
+from jaxtrain.data.packing.tree import Node, PlacedImages, Tree, Weights
 from jaxtrain.data.sample import RowNote, Sample
 
 
@@ -30,6 +31,13 @@ class FlatSequence:
     """{component: float [n]}; every branch of a group has the same components."""
     streams: dict[str, np.ndarray] = field(default_factory=dict)
     """{name: [n]}; shared context takes the values of the first branch."""
+    images: PlacedImages | None = None
+    """Images that stand in it: tokens of different ones are not shared."""
+
+    @cached_property
+    def keys(self) -> np.ndarray:
+        """[n]: what has to be equal where sequences share tokens."""
+        return token_keys(self.tokens, self.images)
 
 
 @dataclass(frozen=True)
@@ -92,7 +100,7 @@ def _partition(
     by_token: dict[object, list[int]] = {}
     for index in group:
         alone = limits[index] <= depth
-        key = ("alone", index) if alone else int(branches[index].tokens[depth])
+        key = ("alone", index) if alone else int(branches[index].keys[depth])
         by_token.setdefault(key, []).append(index)
     return list(by_token.values())
 
@@ -101,10 +109,10 @@ def _common_length(
     branches: Sequence[FlatSequence], limits: list[int], group: list[int], depth: int
 ) -> int:
     """Return the first depth at which the tokens of the group differ or a sequence ends."""
-    first = branches[group[0]].tokens
+    first = branches[group[0]].keys
     end = min(min(len(branches[i].tokens), limits[i]) for i in group)
     for index in group[1:]:
-        differs = first[depth:end] != branches[index].tokens[depth:end]
+        differs = first[depth:end] != branches[index].keys[depth:end]
         if differs.any():
             end = depth + int(differs.argmax())
     return end
@@ -153,7 +161,8 @@ def _make_node(
                         f"stream {name!r} differs on a trained token that two branches share;"
                         ' merge with share="context"'
                     )
-    return Node(parent, first.tokens[start:stop], weights, streams)
+    images = first.images.cut(start, stop) if first.images is not None else None
+    return Node(parent, first.tokens[start:stop], weights, streams, images=images)
 
 
 def share_prefixes(
@@ -171,7 +180,10 @@ def share_prefixes(
         if len(group) == 1:
             merged += group
             continue
-        branches = [FlatSequence(sample.tokens, {"nll": sample.weights}) for sample in group]
+        branches = [
+            FlatSequence(sample.tokens, {"nll": sample.weights}, images=sample.images)
+            for sample in group
+        ]
         [tree] = merge_prefixes(branches, origin=group[0].origin)
         merged.append(replace(tree, controls=sum(sample.controls for sample in group)))
     return [*merged, *dropped]
@@ -183,7 +195,10 @@ def group_samples(samples: Sequence[Sample], max_tokens: int) -> list[list[Sampl
     size = 0
     for sample in samples:
         group = groups[-1] if groups else []
-        shared = max((common_length(sample.tokens, member.tokens) for member in group), default=0)
+        numbers = token_keys(sample.tokens, sample.images)
+        shared = max(
+            (common_length(numbers, token_keys(m.tokens, m.images)) for m in group), default=0
+        )
         new = len(sample.tokens) - shared
         if shared == 0 or size + new > max_tokens:
             groups.append([])
@@ -191,6 +206,12 @@ def group_samples(samples: Sequence[Sample], max_tokens: int) -> list[list[Sampl
         groups[-1].append(sample)
         size += new
     return groups
+
+
+def token_keys(tokens: np.ndarray, images: PlacedImages | None) -> np.ndarray:
+    """Return numbers [n] that are equal where sequences may share tokens: the tokens, but another
+    number for each feature of an image, because different images have the same tokens."""
+    return tokens if images is None else images.distinguish(tokens)
 
 
 def common_length(first: np.ndarray, second: np.ndarray) -> int:

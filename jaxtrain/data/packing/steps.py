@@ -23,6 +23,7 @@ from jaxtrain.data.packing.pack import (
     Normalize,
     PackedTree,
     build_batch,
+    join_row_images,
     lay_out,
     stack_batches,
 )
@@ -57,9 +58,11 @@ class StepShape:
         length = next(n for n in self.lengths if n >= used)
         microsteps = self.microsteps or -(-len(rows) // self.rows)
         rows = [*rows, *[[]] * (self.rows * microsteps - len(rows))]
+        packer = self.fields.images
+        patches = packer.bucket(join_row_images(rows)) if packer is not None else None
         return stack_batches(
             [
-                build_batch(rows[start : start + self.rows], length, self.fields)
+                build_batch(rows[start : start + self.rows], length, self.fields, patches)
                 for start in range(0, len(rows), self.rows)
             ]
         )

@@ -12,13 +12,90 @@ A token that several branches share carries the sum of their weights: with weigh
 that is g, the number of branches through it (specification of tree training, prime-rl PR 2405).
 """
 
+import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from pathlib import Path
 
 import numpy as np
 
 Weights = dict[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Image:
+    """A picture of a row, as the model sees it; two with the same key are the same."""
+
+    key: str
+    """SHA-256 of the file's bytes, in hex."""
+    size: tuple[int, int] = field(compare=False)
+    """Width and height in pixels, upright."""
+    num_patches: int = field(compare=False)
+    """Patches that the tower reads."""
+    num_features: int = field(compare=False)
+    """Tokens that stand for it."""
+    source: Path | bytes = field(compare=False, repr=False)
+    """The file, or what it holds."""
+    origin: str = field(default="", compare=False)
+    """Row and number of the image, for messages."""
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedImages:
+    """Images of a sequence of tokens, and which of their features each token stands for."""
+
+    images: tuple[Image, ...]
+    """Each once, whatever the number of its places."""
+    slot: np.ndarray
+    """int32 [n]: index into the features of `images`, one image behind the other; -1 for text."""
+
+    @cached_property
+    def starts(self) -> np.ndarray:
+        """int64 [number of images + 1]: the first slot of each image, and their number."""
+        return np.cumsum([0, *(image.num_features for image in self.images)])
+
+    def cut(self, start: int, stop: int) -> "PlacedImages | None":
+        """Return the images of the tokens from `start` to `stop`; None if there are none."""
+        return join_images([(PlacedImages(self.images, self.slot[start:stop]), stop - start)])
+
+    def distinguish(self, tokens: np.ndarray) -> np.ndarray:
+        """Return the tokens int64 [n] with a negative number, which no id is, in place of each that
+        stands for an image: equal where image and feature are."""
+        places = np.flatnonzero(self.slot >= 0)
+        slots = self.slot[places]
+        index = np.searchsorted(self.starts, slots, side="right") - 1
+        # 44 bits of the hash, 16 of the feature's number.
+        keys = np.array([int(image.key[:11], 16) for image in self.images], np.int64)
+        numbers = np.asarray(tokens, np.int64).copy()
+        numbers[places] = -1 - (keys[index] << 16 | (slots - self.starts[index]))
+        return numbers
+
+
+def join_images(
+    parts: Sequence[tuple[PlacedImages | None, int]], length: int | None = None
+) -> PlacedImages | None:
+    """Join the images of consecutive runs of tokens, each with its number of tokens; images that
+    stand in several have their slots in common. length: tokens of the result, more than the runs
+    have. None if no token stands for an image."""
+    if all(placed is None for placed, _ in parts):
+        return None
+    total = sum(count for _, count in parts) if length is None else length
+    slot = np.full(total, -1, np.int32)
+    begins: dict[Image, int] = {}
+    end = offset = 0
+    for placed, count in parts:
+        for index, image in enumerate(placed.images if placed is not None else ()):
+            assert placed is not None
+            first, last = placed.starts[index : index + 2]
+            places = np.flatnonzero((placed.slot >= first) & (placed.slot < last))
+            if not len(places):
+                continue
+            if image not in begins:
+                begins[image], end = end, end + image.num_features
+            slot[offset + places] = placed.slot[places] - first + begins[image]
+        offset += count
+    return PlacedImages(tuple(begins), slot) if begins else None
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,10 +116,14 @@ class Node:
     """int32 [n] index in the node of the first token that sees each token; None is causal. All 0:
     the tokens of the node see each other, like the prompt of a prefix language model. i // k * k:
     blocks of k tokens see each other."""
+    images: PlacedImages | None = None
+    """Images that stand in the node, each whole."""
 
     def __post_init__(self) -> None:
         if len(self.tokens) == 0:
             raise ValueError("a node has no tokens")
+        if self.images is not None and len(self.images.slot) != len(self.tokens):
+            raise ValueError("images: one slot for each token")
         if self.since is not None:
             index = np.arange(len(self.tokens))
             if (
@@ -117,6 +198,17 @@ class Tree:
     def flat_tokens(self) -> int:
         """Tokens of all branches separately."""
         return sum(self.branch_lengths()) if len(self.nodes) > 1 else self.num_tokens
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of its images."""
+        return sum(image.num_patches for image in self.images)
+
+    @cached_property
+    def images(self) -> tuple[Image, ...]:
+        """The images of all nodes, each once."""
+        listed = (node.images.images for node in self.nodes if node.images is not None)
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(listed)))
 
     @cached_property
     def _children(self) -> tuple[tuple[int, ...], ...]:
@@ -195,6 +287,16 @@ class Forest:
     def flat_tokens(self) -> int:
         """Tokens of all branches separately."""
         return sum(tree.flat_tokens for tree in self.trees)
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of its images."""
+        return sum(image.num_patches for image in self.images)
+
+    @property
+    def images(self) -> tuple[Image, ...]:
+        """The images of all trees, each once."""
+        return tuple(dict.fromkeys(image for tree in self.trees for image in tree.images))
 
     @property
     def num_branches(self) -> int:

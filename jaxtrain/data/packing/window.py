@@ -26,6 +26,10 @@ class Sized(Protocol):
 
     @property
     def num_tokens(self) -> int: ...
+    @property
+    def num_patches(self) -> int:
+        """Patches of its images; asked where rows have a limit of them."""
+        ...
 
 
 class TreeReader(Protocol):
@@ -50,13 +54,15 @@ class WindowPacker:
         *,
         row_tokens: int,
         window: int = 256,
+        row_patches: int | None = None,
         packing: bool = True,
         shuffle: bool = True,
         seed: int = 0,
     ):
-        """packing False: one tree per row. shuffle: emit the rows of a window in random order,
+        """row_patches: limit of a row's images; None: rows have none. packing False: one tree per row. shuffle: emit the rows of a window in random order,
         because first-fit-decreasing builds those with long trees first."""
         self._reader, self._row_tokens, self._window = reader, row_tokens, window
+        self._row_patches = row_patches
         self._packing, self._shuffle, self._seed = packing, shuffle, seed
         self._begin = reader.state()
         self._begin_draws = 0
@@ -137,7 +143,7 @@ class WindowPacker:
             draws += 1
             if not replay:
                 count_items(self.counts, items, self._reader.pass_len, self._reader.repeated)
-        rows = self._arrange([tree.num_tokens for *_, tree in trees], len(self._carried))
+        rows = self._arrange([tree for *_, tree in trees], len(self._carried))
         opening = bool(self._carried)
         carry: list[int] = []
         if self._packing and not self._final and len(rows) > opening:
@@ -154,10 +160,21 @@ class WindowPacker:
         if self._final and not replay and not self.counts["trees"]:
             raise UserError(f"no example of the data trains: {describe_drops(self.counts)}")
 
-    def _arrange(self, lengths: Sequence[int], num_carried: int) -> list[list[int]]:
+    def _arrange(self, trees: Sequence[Sized], num_carried: int) -> list[list[int]]:
         if not self._packing:
-            return [[index] for index in range(len(lengths))]
-        return fit_rows(lengths, self._row_tokens, range(num_carried))
+            return [[index] for index in range(len(trees))]
+        return fit_trees(trees, self._row_tokens, self._row_patches, range(num_carried))
+
+
+def fit_trees(
+    trees: Sequence[Sized], row_tokens: int, row_patches: int | None, opened: Sequence[int] = ()
+) -> list[list[int]]:
+    """Assign trees to rows by first fit decreasing: see pack.fit_rows."""
+    lengths = [tree.num_tokens for tree in trees]
+    if row_patches is None:
+        return fit_rows(lengths, row_tokens, opened)
+    patches = [tree.num_patches for tree in trees]
+    return fit_rows(lengths, row_tokens, opened, (patches, row_patches))
 
 
 class UnitPacker:
@@ -168,9 +185,17 @@ class UnitPacker:
     within it.
     """
 
-    def __init__(self, reader: TreeReader, *, units: int, row_tokens: int, packing: bool = True):
+    def __init__(
+        self,
+        reader: TreeReader,
+        *,
+        units: int,
+        row_tokens: int,
+        row_patches: int | None = None,
+        packing: bool = True,
+    ):
         self._reader, self._units, self._row_tokens = reader, units, row_tokens
-        self._packing = packing
+        self._packing, self._row_patches = packing, row_patches
         self._begin = reader.state()
         self._skip = 0
         self._pending: list[Any] = []
@@ -196,9 +221,8 @@ class UnitPacker:
             if not self.counts["trees"]:
                 raise UserError(f"no example of the data trains: {describe_drops(self.counts)}")
             raise StopIteration
-        sizes = [piece.num_tokens for piece in pieces]
         if self._packing:
-            rows = fit_rows(sizes, self._row_tokens)
+            rows = fit_trees(pieces, self._row_tokens, self._row_patches)
         else:
             rows = [[index] for index in range(len(pieces))]
         return [[pieces[index] for index in row] for row in rows]

@@ -80,6 +80,7 @@ class _Rows:
     parts: Sequence[MixturePart]
     order: Order
     row_tokens: int
+    row_patches: int | None
     start: int
     stop: int
     useless: dict[tuple[int, int], Sequence[RowNote]] = field(default_factory=dict)
@@ -105,7 +106,7 @@ class _Rows:
             notes = [item for item in items if isinstance(item, RowNote)]
             if len(notes) == len(items) and len(self.useless) < MAX_USELESS:
                 self.useless[key] = notes
-            done.append(to_trees(items, self.row_tokens))
+            done.append(to_trees(items, self.row_tokens, row_patches=self.row_patches))
         return done
 
 
@@ -117,6 +118,7 @@ class IndexedReader:
         parts: Sequence[MixturePart],
         *,
         row_tokens: int,
+        row_patches: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         num_epochs: float | None = None,
@@ -127,7 +129,7 @@ class IndexedReader:
                 raise UserError(f"{part.name} has no rows")
         sizes = [len(part.rows) for part in parts]
         self._parts = parts
-        self._row_tokens = row_tokens
+        self._row_tokens, self._row_patches = row_tokens, row_patches
         self._order = Order(sizes, [part.weight for part in parts], seed=seed, shuffle=shuffle)
         self._num_workers = num_workers
         # An endless reader stops at a number that no run reaches and that grain can still slice.
@@ -166,7 +168,8 @@ class IndexedReader:
         self._chunks, self._pending = None, iter(())
 
     def _open(self) -> grain.DatasetIterator:
-        rows: Any = _Rows(self._parts, self._order, self._row_tokens, self._drawn, self._stop)
+        limits = (self._row_tokens, self._row_patches)
+        rows: Any = _Rows(self._parts, self._order, *limits, self._drawn, self._stop)
         options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         chunks = grain.MapDataset.source(rows).to_iter_dataset(options)
         if self._num_workers:
@@ -267,6 +270,7 @@ class StreamReader:
         parts: Sequence[MixturePart],
         *,
         row_tokens: int,
+        row_patches: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         shuffle_buffer: int = 10_000,
@@ -274,6 +278,7 @@ class StreamReader:
     ):
         assert not once or len(parts) == 1, "only a single stream has an end"
         self._parts, self._row_tokens, self._once = parts, row_tokens, once
+        self._row_patches = row_patches
         self._weights = np.array([1.0 if p.weight is None else p.weight for p in parts])
         self._weights /= self._weights.sum()
         block = shuffle_buffer if shuffle else min(shuffle_buffer, 64)
@@ -291,7 +296,8 @@ class StreamReader:
         row, origin = self._streams[dataset].next_row(self._once)
         self.repeated = self._streams[dataset].visit > 0
         self._drawn[dataset] += 1
-        return to_trees(self._parts[dataset].tokenize(row, origin), self._row_tokens)
+        items = self._parts[dataset].tokenize(row, origin)
+        return to_trees(items, self._row_tokens, row_patches=self._row_patches)
 
     @property
     def pass_len(self) -> int | None:

@@ -9,7 +9,7 @@ from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.roles import Role
 from jaxtrain.core.task import POLICY, Task, of_policy
 from jaxtrain.data.sequences import Sequences
-from jaxtrain.methods.offline import OfflineData, check_packing
+from jaxtrain.methods.offline import OfflineData, check_packing, open_images
 from jaxtrain.methods.sft.config import SFTTask
 from jaxtrain.models.capabilities import follows_trees
 
@@ -29,7 +29,9 @@ def _open(config: Config, tokenizer: Any, *, follows: bool) -> OfflineData:
             "the model has layers that do not follow trees: turns of a conversation whose chat"
             " template rewrites history are samples of their own (data.share_prefixes)"
         )
-    return OfflineData(config, Sequences(config.data, tokenizer, trees=share and follows), note)
+    images = open_images(config, tokenizer, config.data.sequence_len)
+    recipe = Sequences(config.data, tokenizer, trees=share and follows, images=images)
+    return OfflineData(config, recipe, note)
 
 
 def make(config: Config) -> Task:

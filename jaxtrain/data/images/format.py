@@ -1,0 +1,164 @@
+"""Format of a model's images: how a picture becomes segments of patches, and the text around them.
+
+The settings are those of a Hugging Face folder: `preprocessor_config.json`, or `image_processor` of
+`processor_config.json`, and the patch sizes of `config.json`. Each family is a module beside this
+one with a class of `ImageFormat`.
+"""
+
+import importlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from jaxtrain.data.images.markers import Messages, has_pictures, render_pictures
+from jaxtrain.errors import UserError
+from jaxtrain.safe_io import parse_json, read_text
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+FAMILIES = {"smolvlm": "smolvlm:TiledFormat", "idefics3": "smolvlm:TiledFormat"}
+"""{model_type: module:class} of the families whose images are read."""
+MAX_SETTINGS = 1 << 20
+"""Bytes of a folder's JSON file."""
+
+
+class Patches(NamedTuple):
+    """Patches of a picture, segment by segment."""
+
+    pixels: np.ndarray
+    """uint8 [n, 3 p p]."""
+    since: np.ndarray
+    """int32 [n]: first patch of the segment, and so on as in batch.Images."""
+    until: np.ndarray
+    row_col: np.ndarray
+    grid: np.ndarray
+
+
+@dataclass(frozen=True)
+class ImageFormat(ABC):
+    """Pictures and placeholders of one model. Picklable."""
+
+    placeholder: str
+    """What the chat template writes for an image; a control token."""
+    token: int
+    """Id of the token that stands for one feature."""
+    patch: int
+    """p, pixels of a patch's side."""
+    merge: int
+    """m: m * m patches become one feature."""
+
+    @abstractmethod
+    def count(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the patches and features of a picture (width, height)."""
+
+    @abstractmethod
+    def expand(self, size: tuple[int, int]) -> str:
+        """Return the text of a picture, with a placeholder for each feature."""
+
+    @abstractmethod
+    def segments(self, picture: "Picture") -> list[np.ndarray]:
+        """Return the resized pictures uint8 [height, width, 3] that the tower reads one by one."""
+
+    def has_pictures(self, messages: Messages) -> bool:
+        """Return True if any message holds an image."""
+        return has_pictures(messages)
+
+    def render(self, messages: Messages, render: Callable[[Messages], str]) -> str:
+        """Render messages with images: see markers.render_pictures."""
+        return render_pictures(messages, render, self.placeholder, self.expand)
+
+    def cut(self, picture: "Picture") -> Patches:
+        """Cut a picture in RGB into patches."""
+        parts = [self._cut_segment(pixels) for pixels in self.segments(picture)]
+        starts = np.cumsum([0, *(len(part.pixels) for part in parts)]).astype(np.int32)
+        moved = [
+            part._replace(since=part.since + start, until=part.until + start)
+            for part, start in zip(parts, starts, strict=False)
+        ]
+        return Patches(*(np.concatenate(arrays) for arrays in zip(*moved, strict=True)))
+
+    def _cut_segment(self, pixels: np.ndarray) -> Patches:
+        """Cut a segment into patches, block by block of m * m."""
+        p, m = self.patch, self.merge
+        height, width, _ = pixels.shape
+        rows, cols = height // p, width // p
+        blocks = pixels.reshape(rows // m, m, p, cols // m, m, p, 3)
+        flat = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * cols, 3 * p * p)
+        places = np.stack(np.mgrid[:rows, :cols], axis=-1).astype(np.int32)
+        places = places.reshape(rows // m, m, cols // m, m, 2).transpose(0, 2, 1, 3, 4)
+        n = rows * cols
+        return Patches(
+            np.ascontiguousarray(flat),
+            np.zeros(n, np.int32),
+            np.full(n, n, np.int32),
+            np.ascontiguousarray(places.reshape(n, 2)),
+            np.broadcast_to(np.array([rows, cols], np.int32), (n, 2)),
+        )
+
+
+def read_format(
+    folder: Path | None, config: Mapping[str, Any], tokenizer: Any
+) -> ImageFormat | None:
+    """Read the format of a model's images; None for a family whose images are not read.
+
+    folder: the model's; None for one that config alone describes, whose images are resized to what
+    its tower takes. Raises UserError for settings that cannot be followed.
+    """
+    family = FAMILIES.get(str(config.get("model_type")))
+    if family is None:
+        return None
+    settings = read_settings(folder) if folder is not None else None
+    if settings == {}:
+        raise UserError(
+            f"{folder} has no preprocessor_config.json or processor_config.json, which says how its"
+            " images are resized"
+        )
+    module, _, name = family.partition(":")
+    kind = getattr(importlib.import_module(f"jaxtrain.data.images.{module}"), name)
+    return kind.read(config, settings, tokenizer, str(folder or "model.architecture"))
+
+
+def read_settings(folder: Path) -> Mapping[str, Any]:
+    """Read the settings of a folder's image processor; {} if it has none."""
+    processor = _read(folder / "processor_config.json").get("image_processor")
+    return processor if isinstance(processor, dict) else _read(folder / "preprocessor_config.json")
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        value = parse_json(read_text(path, MAX_SETTINGS))
+    except FileNotFoundError:
+        return {}
+    except (OSError, ValueError) as error:
+        raise UserError(f"{path} {error}") from None
+    if not isinstance(value, dict):
+        raise UserError(f"{path} is no JSON object")
+    return value
+
+
+def require(settings: Mapping[str, Any], allowed: Mapping[str, Any], folder: str) -> None:
+    """Raise UserError for a setting with another value than the only one that is followed."""
+    for key, value in allowed.items():
+        if settings.get(key, value) != value:
+            raise UserError(
+                f"{folder}: its image processor sets {key} to {json.dumps(settings[key])}; only"
+                f" {json.dumps(value)} is read"
+            )
+
+
+def require_token(tokenizer: Any, text: str, folder: str) -> int:
+    """Return the id of a placeholder; UserError unless it is a control token."""
+    from jaxtrain.data.chat.control_tokens import find_control
+
+    token = find_control(tokenizer).get(text)
+    if token is None:
+        raise UserError(
+            f"the tokenizer of {folder} has no control token {text!r}, which stands for an image"
+        )
+    return token

@@ -1,0 +1,29 @@
+"""Images of a run: what the folder of its model says, given to the tokenizer and to the packer."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.config.data import DataConfig
+from jaxtrain.data.images.format import read_format
+from jaxtrain.data.images.patches import PatchPacker
+
+
+def open_packer(
+    folder: Path | None,
+    config: Mapping[str, Any],
+    tokenizer: Any,
+    data: DataConfig,
+    row_tokens: int,
+) -> PatchPacker | None:
+    """Have rows read with their images: give the tokenizer the format of the model's images, and
+    return what makes patches of them. None, and images stay refused, if they are not read.
+
+    folder: the model's, if it has one; config: the keys of its config.json. row_tokens: T. Raises UserError for settings that are not followed.
+    """
+    tokenizer.image_format = image_format = read_format(folder, config, tokenizer)
+    if image_format is None:
+        return None
+    unit = 4 * image_format.merge**2
+    wanted = data.image_patches or row_tokens * image_format.merge**2
+    return PatchPacker(image_format, -(-wanted // unit) * unit)

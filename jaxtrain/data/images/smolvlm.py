@@ -1,0 +1,161 @@
+"""Images of SmolVLM and Idefics3: the picture in tiles, and the whole of it as the last tile.
+
+A picture is resized to a longest edge, then to multiples of the tile, both without regard to small
+changes of its shape, and cut. Each tile is a segment of the tower.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from typing_extensions import override
+
+from jaxtrain.data.images.format import ImageFormat, require, require_token
+from jaxtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+MAX_EDGE = 4096
+"""Longest edge after the first resize."""
+FAKE, GLOBAL = "<fake_token_around_image>", "<global-img>"
+LANCZOS = 1
+"""Number of the filter in Pillow and in the folders."""
+
+
+@dataclass(frozen=True)
+class TiledFormat(ImageFormat):
+    """Settings of the family's image processor."""
+
+    tile: int
+    """Pixels of a tile's side."""
+    longest: int | None
+    """Pixels of the longest edge; None: `fixed`."""
+    fixed: tuple[int, int] | None
+    """Width and height of every picture."""
+    splits: bool
+    """False: the whole picture is the only tile."""
+    resample: int
+    """Pillow's number of the filter."""
+
+    @classmethod
+    def read(
+        cls,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Any] | None,
+        tokenizer: Any,
+        folder: str,
+    ) -> "TiledFormat":
+        """Read the settings of a folder; UserError for those that are not followed. None: pictures
+        are not cut."""
+        if settings is None:
+            edge = {"longest_edge": (config.get("vision_config") or {}).get("image_size", 224)}
+            settings = {"max_image_size": edge, "size": edge, "do_image_splitting": False}
+        require(settings, {"do_convert_rgb": True, "do_resize": True, "do_pad": True}, folder)
+        require(settings, {"do_rescale": True, "do_normalize": True}, folder)
+        vision, size = config.get("vision_config") or {}, settings.get("size") or {}
+        tile = int((settings.get("max_image_size") or {}).get("longest_edge", 364))
+        patch, merge = int(vision.get("patch_size", 32)), int(config.get("scale_factor", 2))
+        image_size = int(vision.get("image_size", 224))
+        if tile != image_size or tile % (patch * merge):
+            raise UserError(
+                f"{folder}: tiles of {tile} pixels (max_image_size) do not fit a tower for"
+                f" {image_size} pixels with patches of {patch}, {merge} x {merge} to a token"
+            )
+        longest = size.get("longest_edge") or (None if size.get("height") else 4 * 364)
+        fixed = (int(size["width"]), int(size["height"])) if longest is None else None
+        placeholder = getattr(tokenizer, "image_token", None) or "<image>"
+        token = require_token(tokenizer, placeholder, folder)
+        if config.get("image_token_id", token) != token:
+            raise UserError(
+                f"{folder}: image_token_id is {config['image_token_id']}, but the tokenizer's"
+                f" {placeholder!r} is {token}"
+            )
+        return cls(
+            placeholder, token, patch, merge, tile, longest, fixed,
+            bool(settings.get("do_image_splitting", True)),
+            int(settings.get("resample", LANCZOS)),
+        )  # fmt: skip
+
+    @override
+    def count(self, size: tuple[int, int]) -> tuple[int, int]:
+        rows, cols = self.count_tiles(size)
+        tiles = rows * cols + 1
+        side = self.tile // self.patch
+        return tiles * side**2, tiles * (side // self.merge) ** 2
+
+    @override
+    def expand(self, size: tuple[int, int]) -> str:
+        rows, cols = self.count_tiles(size)
+        tokens = self.placeholder * (self.tile // self.patch // self.merge) ** 2
+        whole = f"{FAKE}{GLOBAL}{tokens}{FAKE}"
+        if not rows:
+            return whole
+        lines = (
+            "".join(f"{FAKE}<row_{row}_col_{col}>{tokens}" for col in range(1, cols + 1))
+            for row in range(1, rows + 1)
+        )
+        return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
+
+    @override
+    def segments(self, picture: "Picture") -> list[np.ndarray]:
+        if not self.splits:
+            picture = picture.resize(self._fit(picture.size), self.resample)
+            return [np.asarray(picture.resize((self.tile, self.tile), self.resample))]
+        first, second = self._sizes(picture.size)
+        picture = picture.resize(first, self.resample).resize(second, self.resample)
+        rows, cols = self.count_tiles_of(second)
+        pixels, side = np.asarray(picture), self.tile
+        tiles = [
+            pixels[row * side : (row + 1) * side, col * side : (col + 1) * side]
+            for row in range(rows)
+            for col in range(cols)
+        ]
+        return [*tiles, np.asarray(picture.resize((side, side), self.resample))]
+
+    def count_tiles(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the rows and columns of tiles; 0 of each for a picture that is not cut."""
+        return self.count_tiles_of(self._sizes(size)[1]) if self.splits else (0, 0)
+
+    def count_tiles_of(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Count the tiles of a picture whose edges are multiples of a tile's."""
+        width, height = size
+        if width <= self.tile and height <= self.tile:
+            return 0, 0
+        return height // self.tile, width // self.tile
+
+    def _fit(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the size after the first resize."""
+        if self.longest is None:
+            assert self.fixed is not None
+            return self.fixed
+        width, height = size
+        aspect = width / height
+        # As transformers computes it: shorter edges are rounded down, then up to even numbers.
+        if width >= height:
+            width, height = self.longest, int(self.longest / aspect)
+            height += height % 2
+        else:
+            width, height = int(self.longest * aspect), self.longest
+            width += width % 2
+        width, height = max(width, 1), max(height, 1)
+        aspect = width / height
+        if width >= height and width > MAX_EDGE:
+            width, height = MAX_EDGE, int(MAX_EDGE / aspect)
+        elif height > width and height > MAX_EDGE:
+            width, height = int(MAX_EDGE * aspect), MAX_EDGE
+        return max(width, 1), max(height, 1)
+
+    def _sizes(self, size: tuple[int, int]) -> tuple[tuple[int, int], tuple[int, int]]:
+        """Return the sizes after the first resize and the second, to multiples of a tile."""
+        width, height = first = self._fit(size)
+        aspect, tile = width / height, self.tile
+        if width >= height:
+            width = math.ceil(width / tile) * tile
+            height = math.ceil(int(width / aspect) / tile) * tile
+        else:
+            height = math.ceil(height / tile) * tile
+            width = math.ceil(int(height * aspect) / tile) * tile
+        return first, (width, height)
