@@ -98,7 +98,9 @@ class RowImages:
 
 def list_images(messages: Sequence[Message], by_marker: Mapping[str, Image]) -> list[Image]:
     """Return the images of messages in order; raises MalformedRow for a place without an image."""
-    markers = [m[0] for message in messages for m in PICTURES.finditer(message.get("content") or "")]
+    markers = [
+        m[0] for message in messages for m in PICTURES.finditer(message.get("content") or "")
+    ]
     if HOLE in markers:
         raise MalformedRow("a part of type image holds no image")
     return [by_marker[marker] for marker in markers]
