@@ -91,7 +91,8 @@ def to_trees(
         if trees and any(tree.num_tokens > row_tokens for tree in trees):
             item = Dropped("too long for a row", trees[0].origin)
         elif row_patches is not None and any(tree.num_patches > row_patches for tree in trees):
-            item = Dropped("too many patches for a row (data.image_patches)", trees[0].origin)
+            reason = "too many patches of images for a row (data.image_patches)"
+            item = Dropped(reason, next(tree.origin for tree in trees))
         elif trees and not any(map(trains, trees)):
             item = Dropped("no trained token", trees[0].origin)
         checked.append(item)

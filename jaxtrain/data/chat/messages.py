@@ -128,7 +128,7 @@ def read_messages(
         try:
             messages.append(reader.read(item))
         except MalformedRow as error:
-            error.location = f"message {number}"
+            error.location = ", ".join(filter(None, (f"message {number}", error.location)))
             raise
     return messages
 
@@ -470,8 +470,7 @@ def check_readable(row: Any) -> None:
 
 def check_values(value: Any, unchecked: Sequence[str] = ()) -> None:
     """Raise MalformedRow for values that would break a template or tokenizer: deep nesting, half a
-    surrogate pair, texts longer than MAX_TEXT or, together, MAX_OF_ROW. unchecked: keys of images.
-    """
+    surrogate pair, texts above MAX_TEXT or, together, MAX_OF_ROW. unchecked: keys of images."""
     if too_deep(value):
         raise MalformedRow(f"nested deeper than {DEPTH} levels")
     size, pending = 0, [value]

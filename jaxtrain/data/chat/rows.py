@@ -18,7 +18,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jaxtrain.data.chat.messages import (
     MEDIA,
@@ -39,9 +39,6 @@ from jaxtrain.data.chat.messages import (
     without_flags,
 )
 from jaxtrain.text_safety import name_type, show
-
-if TYPE_CHECKING:
-    from jaxtrain.data.images.placing import RowImages
 
 MESSAGES = ("messages", "conversations", "conversation")
 TOOLS = ("tools", "functions")
@@ -73,6 +70,9 @@ class Conversation:
 class Row:
     """Row under the names of the formats, with a record of the columns that were read."""
 
+    images: Any = None
+    """The images.placing.RowImages of a caller that reads images; None refuses them."""
+
     def __init__(
         self,
         row: Mapping[str, Any],
@@ -82,17 +82,14 @@ class Row:
         drop_system_message: bool = False,
         split_thinking: bool = False,
         spans: bool = False,
-        images: "RowImages | None" = None,
     ):
         """fields: {name: column of the data}, message keys with a dot; the next ones as in
-        DatasetConfig. spans: the caller applies `train_detail` of messages. images: reader of the
-        row's images; None refuses them. Raises MalformedRow for a row that could not be read from
-        its file, or whose columns are no texts to be formatted.
+        DatasetConfig. spans: the caller applies `train_detail` of messages. Raises MalformedRow for
+        a row that could not be read from its file, or whose columns are no texts to be formatted.
         """
         check_readable(row)
         self.fields, self.roles = fields or {}, roles or {}
         self.drops_system, self.splits, self.spans = drop_system_message, split_thinking, spans
-        self.images = images
         self.renamed = {
             name: column
             for name, column in self.fields.items()

@@ -4,7 +4,7 @@ The first token of a sequence has nothing before it and never trains.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -34,10 +34,6 @@ from jaxtrain.data.packing.tree import PlacedImages, Tree
 from jaxtrain.data.sample import Dropped, RowNote, Sample, note_unread, weigh_ends
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
-
-if TYPE_CHECKING:
-    from jaxtrain.data.images.placing import RowImages
-    from jaxtrain.data.images.reader import ImageReader
 
 NAMES = [
     *sorted({name for needed in COLUMNS.values() for names in needed for name in names} | OPTIONAL),
@@ -91,8 +87,8 @@ class RowTokenizer:
     def __call__(self, row: dict[str, Any], origin: str) -> Result:
         """Return the samples of a row, or the reason why it has none, and what was not read."""
         try:
-            images = self._open_images(origin)
-            columns = Row(row, **self.dataset.reading, spans=True, images=images)
+            columns = Row(row, **self.dataset.reading, spans=True)
+            columns.images = images = open_row_images(self.images, origin)
             if self.outside is not None:
                 check_values([v for v in columns.columns.values() if isinstance(v, str)])
                 custom = self._ask(self.outside, columns.columns)
@@ -100,7 +96,8 @@ class RowTokenizer:
                     return self._finish(custom, origin)
                 keys = {k: v for k, v in self.dataset.fields.items() if "." in k}
                 reading = {**self.dataset.reading, "fields": keys, "column_formats": {}}
-                columns = Row(custom, **reading, spans=True, images=images)
+                columns = Row(custom, **reading, spans=True)
+                columns.images = images
             return [*self._read(columns, origin), *note_unread(columns.unread, origin)]
         except MalformedRow as error:
             where = f"{origin}, {error.location}" if error.location else origin
@@ -174,14 +171,6 @@ class RowTokenizer:
                 " built-in format (a dict) or a list of (token ids, weights), equally many of both"
             )
         return output
-
-    def _open_images(self, origin: str) -> "RowImages | None":
-        """Return the reader of a row's images; None if the method does not read any."""
-        if self.images is None:
-            return None
-        from jaxtrain.data.images.placing import RowImages
-
-        return RowImages(self.images, origin)
 
     def _chat(self, row: Row, conversation: Conversation, origin: str) -> Result:
         """Render a conversation; messages of its prompt are context unless all tokens train."""
@@ -294,14 +283,23 @@ class RowTokenizer:
         return share_prefixes(results, self.sequence_len) if self.trees else [*results]
 
 
-def open_images(dataset: DatasetConfig, tokenizer: Any) -> "ImageReader | None":
-    """Open the reader of a dataset's images; None unless the method has given the tokenizer the
-    format of its model's images (images/setup.py)."""
+def open_images(dataset: DatasetConfig, tokenizer: Any) -> Any:
+    """Open the images.reader.ImageReader of a dataset; None unless the method has given the
+    tokenizer the format of its model's images (images/setup.py)."""
     if getattr(tokenizer, "image_format", None) is None:
         return None
     from jaxtrain.data.images.reader import open_reader
 
     return open_reader(dataset, tokenizer.image_format)
+
+
+def open_row_images(images: Any, origin: str) -> Any:
+    """Open the images.placing.RowImages of a row, for Row.images; None without a reader."""
+    if images is None:
+        return None
+    from jaxtrain.data.images.placing import RowImages
+
+    return RowImages(images, origin)
 
 
 def _is_weighted(pair: Any) -> bool:

@@ -1,1 +1,1 @@
-"""Images of rows: where they lie, their pixels, their patches, and the text that stands for them."""
+"""Images of rows: where they lie, their patches, and the text that stands for them."""

@@ -90,7 +90,7 @@ class ImageFormat(ABC):
         rows, cols = height // p, width // p
         blocks = pixels.reshape(rows // m, m, p, cols // m, m, p, 3)
         flat = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * cols, 3 * p * p)
-        places = np.stack(np.mgrid[:rows, :cols], axis=-1).astype(np.int32)
+        places = np.moveaxis(np.indices((rows, cols), np.int32), 0, -1)
         places = places.reshape(rows // m, m, cols // m, m, 2).transpose(0, 2, 1, 3, 4)
         n = rows * cols
         return Patches(

@@ -1,4 +1,4 @@
-"""Patches of packed rows: images are decoded in threads when a batch is built, ahead of its step."""
+"""Patches of packed rows; threads decode the images when a batch is built, ahead of its step."""
 
 import hashlib
 import os

@@ -19,7 +19,8 @@ def open_packer(
     """Have rows read with their images: give the tokenizer the format of the model's images, and
     return what makes patches of them. None, and images stay refused, if they are not read.
 
-    folder: the model's, if it has one; config: the keys of its config.json. row_tokens: T. Raises UserError for settings that are not followed.
+    folder: the model's, if it has one; config: the keys of its config.json. row_tokens: T. Raises
+    UserError for settings that are not followed.
     """
     tokenizer.image_format = image_format = read_format(folder, config, tokenizer)
     if image_format is None:

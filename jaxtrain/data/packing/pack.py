@@ -238,9 +238,10 @@ def fit_rows(
         if index in already:
             continue
         size = sizes[index]
-        assert (size <= full).all(), f"a tree of {size} tokens and patches in a row of {full}"
-        fits = (room[: len(rows)] >= size).all(1)
-        row = int(fits.argmax()) if len(rows) else 0
+        assert size[0] <= row_tokens, f"a tree of {size[0]} tokens in a row of {row_tokens}"
+        assert size[1] <= row_patches, f"a tree of {size[1]} patches in a row of {row_patches}"
+        fits = np.all(room[: len(rows)] >= size, axis=1)
+        row = int(np.argmax(fits)) if len(rows) else 0
         if not len(rows) or not fits[row]:
             row = len(rows)
             rows.append([])

@@ -59,8 +59,9 @@ class WindowPacker:
         shuffle: bool = True,
         seed: int = 0,
     ):
-        """row_patches: limit of a row's images; None: rows have none. packing False: one tree per row. shuffle: emit the rows of a window in random order,
-        because first-fit-decreasing builds those with long trees first."""
+        """row_patches: limit of a row's images; None: rows have none. packing False: one tree per
+        row. shuffle: emit the rows of a window in random order, because first-fit-decreasing builds
+        those with long trees first."""
         self._reader, self._row_tokens, self._window = reader, row_tokens, window
         self._row_patches = row_patches
         self._packing, self._shuffle, self._seed = packing, shuffle, seed
