@@ -5,6 +5,7 @@ The settings are those of a Hugging Face folder: `preprocessor_config.json`, or 
 one with a class of `ImageFormat`.
 """
 
+import functools
 import importlib
 import json
 from abc import ABC, abstractmethod
@@ -52,6 +53,18 @@ class ImageFormat(ABC):
     """p, pixels of a patch's side."""
     merge: int
     """m: m * m patches become one feature."""
+    rescale: float
+    """Factor of pixels' values."""
+    mean: tuple[float, float, float]
+    """Of each channel, as the next one for normalization."""
+    std: tuple[float, float, float]
+
+    @functools.cached_property
+    def values(self) -> np.ndarray:
+        """float32 [256, 3]: what the tower reads for each value of a pixel, by channel, to the bit
+        what transformers computes for the pixel."""
+        scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
+        return (scaled[:, None] - np.float32(self.mean)) / np.float32(self.std)
 
     @abstractmethod
     def count(self, size: tuple[int, int]) -> tuple[int, int]:
@@ -88,7 +101,7 @@ class ImageFormat(ABC):
         p, m = self.patch, self.merge
         height, width, _ = pixels.shape
         rows, cols = height // p, width // p
-        blocks = pixels.reshape(rows // m, m, p, cols // m, m, p, 3)
+        blocks = pixels[: rows * p, : cols * p].reshape(rows // m, m, p, cols // m, m, p, 3)
         flat = blocks.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * cols, 3 * p * p)
         places = np.moveaxis(np.indices((rows, cols), np.int32), 0, -1)
         places = places.reshape(rows // m, m, cols // m, m, 2).transpose(0, 2, 1, 3, 4)
@@ -140,6 +153,20 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise UserError(f"{path} is no JSON object")
     return value
+
+
+def read_scale(
+    settings: Mapping[str, Any], folder: str
+) -> tuple[float, tuple[float, float, float], tuple[float, float, float]]:
+    """Return rescale_factor, image_mean and image_std of settings that apply them."""
+    require(settings, {"do_convert_rgb": True, "do_rescale": True, "do_normalize": True}, folder)
+    mean, std = (
+        tuple(float(number) for number in settings.get(name) or (0.5, 0.5, 0.5))
+        for name in ("image_mean", "image_std")
+    )
+    if len(mean) != 3 or len(std) != 3 or not all(std):
+        raise UserError(f"{folder}: image_mean and image_std need a number for each channel")
+    return float(settings.get("rescale_factor", 1 / 255)), mean, std
 
 
 def require(settings: Mapping[str, Any], allowed: Mapping[str, Any], folder: str) -> None:

@@ -83,6 +83,7 @@ class PatchPacker:
             until=index + 1,
             row_col=np.zeros((*shape, 2), np.int32),
             grid=np.ones((*shape, 2), np.int32),
+            values=np.tile(self.format.values, (len(rows), 1, 1)),
         )
         for b, row in enumerate(rows):
             start = 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from typing_extensions import override
 
-from jaxtrain.data.images.format import ImageFormat, require, require_token
+from jaxtrain.data.images.format import ImageFormat, read_scale, require, require_token
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -53,13 +53,12 @@ class TiledFormat(ImageFormat):
         if settings is None:
             edge = {"longest_edge": (config.get("vision_config") or {}).get("image_size", 224)}
             settings = {"max_image_size": edge, "size": edge, "do_image_splitting": False}
-        require(settings, {"do_convert_rgb": True, "do_resize": True, "do_pad": True}, folder)
-        require(settings, {"do_rescale": True, "do_normalize": True}, folder)
+        require(settings, {"do_resize": True, "do_pad": True}, folder)
         vision, size = config.get("vision_config") or {}, settings.get("size") or {}
         tile = int((settings.get("max_image_size") or {}).get("longest_edge", 364))
         patch, merge = int(vision.get("patch_size", 32)), int(config.get("scale_factor", 2))
         image_size = int(vision.get("image_size", 224))
-        if tile != image_size or tile % (patch * merge):
+        if tile != image_size or tile // patch % merge:
             raise UserError(
                 f"{folder}: tiles of {tile} pixels (max_image_size) do not fit a tower for"
                 f" {image_size} pixels with patches of {patch}, {merge} x {merge} to a token"
@@ -74,7 +73,7 @@ class TiledFormat(ImageFormat):
                 f" {placeholder!r} is {token}"
             )
         return cls(
-            placeholder, token, patch, merge, tile, longest, fixed,
+            placeholder, token, patch, merge, *read_scale(settings, folder), tile, longest, fixed,
             bool(settings.get("do_image_splitting", True)),
             int(settings.get("resample", LANCZOS)),
         )  # fmt: skip

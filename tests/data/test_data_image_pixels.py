@@ -1,0 +1,160 @@
+"""Pixels of images to the bit as the Pillow-based image processors of transformers make them."""
+
+import io
+
+import numpy as np
+import pytest
+from PIL import Image, ImageOps
+from smolvlm_text import CONFIG, draw, encode, open_tokenizer
+
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.images.decode import decode, measure
+from jaxtrain.data.images.format import read_format
+from jaxtrain.errors import UserError
+
+transformers = pytest.importorskip("transformers.models.smolvlm.image_processing_pil_smolvlm")
+
+
+def odd_files():
+    """Bytes of 200 files: sizes, modes and kinds that go wrong elsewhere."""
+    rng = np.random.default_rng(3)
+
+    def noise(*shape, top=256, dtype=np.uint8):
+        return rng.integers(0, top, shape).astype(dtype)
+
+    sizes = [(1, 1), (1, 90), (150, 1), (2, 3), (33, 16), (16, 16), (17, 200), (320, 20)]
+    for number in range(110):
+        width, height = sizes[number] if number < len(sizes) else rng.integers(1, 180, 2).tolist()
+        yield encode(Image.fromarray(noise(height, width, 3)))
+    for number in range(80):
+        width, height = rng.integers(1, 70, 2).tolist()
+        picture = Image.fromarray(noise(height, width, 3))
+        match number % 10:
+            case 0:
+                yield encode(Image.fromarray(noise(height, width, 4), "RGBA"))
+            case 1:
+                yield encode(Image.fromarray(noise(height, width, 2), "LA"))
+            case 2:
+                yield encode(picture.quantize(17), transparency=3)
+            case 3:
+                yield encode(picture.convert("CMYK"), "JPEG", quality=90)
+            case 4:
+                yield encode(Image.fromarray(noise(height, width, top=65536, dtype=np.uint16)))
+            case 5:
+                frames = [Image.fromarray(noise(height, width, 3)) for _ in range(3)]
+                yield encode(picture, "GIF", save_all=True, append_images=frames)
+            case 6:
+                yield encode(picture.convert("1"))
+            case 7:
+                yield encode(picture, "WEBP", lossless=True)
+            case 8:
+                yield encode(picture.convert("L"), "JPEG")
+            case _:
+                yield encode(picture.quantize(9), "BMP")
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        yield encode(Image.fromarray(noise(23, 41, 3)), "JPEG", exif=exif)
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    yield encode(Image.fromarray(noise(20, 50, 4), "RGBA"), "PNG", exif=exif)
+    yield encode(Image.fromarray(noise(20, 50, 3)), "TIFF", exif=exif)
+
+
+def unblock(patches, form):
+    """float32 [tiles, 3, side, side] of patches, each put back where it says it belongs."""
+    p, side = form.patch, form.tile
+    tiles = np.zeros((len(set(patches.since.tolist())), 3, side, side), np.float32)
+    starts = sorted(set(patches.since.tolist()))
+    for values, since, (row, col) in zip(
+        patches.pixels, patches.since, patches.row_col, strict=True
+    ):
+        block = values.reshape(3, p, p)
+        looked_up = np.stack([form.values[block[c], c] for c in range(3)])
+        tiles[starts.index(since), :, row * p : row * p + p, col * p : col * p + p] = looked_up
+    return tiles
+
+
+@pytest.mark.parametrize("splits", [True, False])
+def test_smolvlm_pixels_equal_those_of_transformers(splits, tmp_path):
+    settings = {
+        "size": {"longest_edge": 64},
+        "max_image_size": {"longest_edge": 16},
+        "image_mean": [0.5, 0.45, 0.4],
+        "image_std": [0.5, 0.3, 0.2],
+        "do_image_splitting": splits,
+    }
+    form = open_tokenizer(tmp_path, settings).image_format
+    processor = transformers.SmolVLMImageProcessorPil(**settings)
+    files = list(odd_files())
+    assert len(files) == 200
+    for number, data in enumerate(files[:: 1 if splits else 5]):
+        picture = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        expected = processor(picture, return_row_col_info=True)
+        size = measure(data)
+        assert size == picture.size
+        rows, cols = expected["rows"][0][0], expected["cols"][0][0]
+        assert form.count_tiles(size) == (rows, cols), number
+        patches = form.cut(decode(data))
+        assert form.count(size) == (len(patches.pixels), len(patches.pixels) // 4)
+        tiles = np.asarray(expected["pixel_values"][0], np.float32)
+        np.testing.assert_array_equal(unblock(patches, form), tiles, err_msg=f"file {number}")
+
+
+def test_the_text_of_an_image_is_that_of_transformers(tmp_path):
+    from transformers.models.smolvlm.processing_smolvlm import get_image_prompt_string
+
+    form = open_tokenizer(tmp_path).image_format
+    for size in [(20, 10), (40, 31), (8, 60), (1, 1)]:
+        names = ("<fake_token_around_image>", "<image>", "<global-img>")
+        expected = get_image_prompt_string(*form.count_tiles(size), 4, *names)
+        assert form.expand(size) == expected
+        assert form.count(size)[1] == expected.count("<image>")
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF", "TIFF"])
+def test_a_truncated_file_is_refused(kind):
+    whole = encode(Image.open(io.BytesIO(draw(60, 50))), kind)
+    assert measure(whole) == (60, 50)
+    for read in (measure, decode):
+        with pytest.raises(MalformedRow, match="an image cannot be decoded|an image is none of"):
+            read(whole[: len(whole) * 3 // 4])
+
+
+@pytest.mark.parametrize(
+    "data", [b"", b"\x89PNG\r\n\x1a\n", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"GIF89a"]
+)
+def test_what_is_no_image_is_refused(data):
+    with pytest.raises(MalformedRow, match="an image"):
+        measure(data)
+
+
+BAD = [
+    ({"do_resize": False}, "do_resize to false; only true is read"),
+    ({"do_normalize": False}, "do_normalize to false; only true"),
+    ({"max_image_size": {"longest_edge": 20}}, "tiles of 20 pixels .* tower for 16 pixels"),
+    ({"image_mean": [0.5]}, "image_mean and image_std need a number for each channel"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD)
+def test_settings_that_are_not_followed_are_named(change, message, tmp_path):
+    settings = {"max_image_size": {"longest_edge": 16}, **change}
+    with pytest.raises(UserError, match=message):
+        open_tokenizer(tmp_path, settings)
+
+
+def test_a_placeholder_that_is_no_control_token_is_named(tmp_path):
+    tokenizer = open_tokenizer(tmp_path)
+    with pytest.raises(UserError, match="has no control token '<picture>'"):
+        tokenizer.image_token = "<picture>"
+        read_format(tmp_path, CONFIG, tokenizer)
+
+
+def test_a_folder_without_settings_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"has no preprocessor_config.json or processor_config"):
+        read_format(tmp_path, CONFIG, None)
+    (tmp_path / "preprocessor_config.json").write_text("[]")
+    with pytest.raises(UserError, match="is no JSON object"):
+        read_format(tmp_path, CONFIG, None)
+    assert read_format(tmp_path, {"model_type": "llama"}, None) is None
