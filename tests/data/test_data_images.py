@@ -12,6 +12,8 @@ from smolvlm_text import ANSWER, draw, make_reader, open_tokenizer
 from jaxtrain.batch import IMAGE_SLOT, check_batch
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.tokenize import RowTokenizer
+from jaxtrain.data.comparisons.pairs import PairTrees
+from jaxtrain.data.comparisons.preferences import RankedReader
 from jaxtrain.data.images import decode
 from jaxtrain.data.images.patches import PatchPacker
 from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
@@ -312,3 +314,58 @@ def test_workers_read_images(folder, tokenizer):
     [ours], [theirs] = tokenize(row, "a"), again(row, "a")
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     assert ours.images.images == theirs.images.images
+
+
+def test_a_pair_stores_the_image_of_its_prompt_once(folder, tokenizer):
+    dataset = DatasetConfig(path=str(folder / "train.jsonl"))
+    reader = RankedReader(dataset, tokenizer, 400, "drop", "pairs")
+    row = {"prompt": "What?", "chosen": "red", "rejected": "blue", "images": ["wide.png"]}
+    [ranked] = reader(row, "train.jsonl row 1")
+    assert ranked.images.images[0].num_features == 12 and not ranked.answers[0].images
+    for share in (True, False):
+        packed = lay_out(PairTrees(share)(ranked), "branch")
+        slots = packed.images.slot[packed.images.slot >= 0]
+        np.testing.assert_array_equal(slots, [*range(12)] * (1 if share else 2))
+        assert [image.key for image in packed.images.images] == [ranked.images.images[0].key]
+
+    # Both answers are whole conversations, as TRL has them.
+    talk = [{"role": "user", "content": [{"type": "image"}, part("What?")]}]
+    whole = {
+        "chosen": [*talk, {"role": "assistant", "content": [part("red")]}],
+        "rejected": [*talk, {"role": "assistant", "content": [part("blue")]}],
+        "images": ["wide.png"],
+    }
+    [again] = reader(whole, "train.jsonl row 1")
+    np.testing.assert_array_equal(again.prompt, ranked.prompt)
+    np.testing.assert_array_equal(again.images.slot, ranked.images.slot)
+
+
+def test_answers_that_differ_in_their_images_alone_are_a_pair(folder, tokenizer):
+    (folder / "other.png").write_bytes(draw(20, 10, seed=1))
+    dataset = DatasetConfig(path=str(folder / "train.jsonl"))
+    reader = RankedReader(dataset, tokenizer, 400, "drop", "pairs")
+
+    def answer(name):
+        return [{"role": "assistant", "content": [{"type": "image", "path": name}, part("so")]}]
+
+    row = {"prompt": "Draw", "chosen": answer("wide.png"), "rejected": answer("other.png")}
+    [ranked] = reader(row, "train.jsonl row 1")
+    tree = PairTrees()(ranked)
+    assert len(tree.images) == 2 and tree.num_patches == 96
+    np.testing.assert_array_equal(ranked.answers[0].tokens, ranked.answers[1].tokens)
+    [drop] = reader({**row, "rejected": answer("wide.png")}, "train.jsonl row 1")
+    assert "equal" in drop.reason or "same" in drop.reason
+    hole = [{"role": "assistant", "content": [{"type": "image"}, part("so")]}]
+    [drop] = reader({**row, "rejected": hole}, "train.jsonl row 1")
+    assert drop.reason == "malformed row: a part of type image holds no image"
+
+
+def test_prompts_are_grouped_by_their_images(folder, tokenizer):
+    (folder / "other.png").write_bytes(draw(20, 10, seed=1))
+    dataset = DatasetConfig(path=str(folder / "train.jsonl"), group_prompts=True)
+    reader = RankedReader(dataset, tokenizer, 400, "drop", "pairs")
+    row = {"prompt": "What?", "chosen": "red", "rejected": "blue", "images": ["wide.png"]}
+    keys = [reader.key({**row, "images": [name]}) for name in ("wide.png", "other.png")]
+    assert keys[0] != keys[1] and reader.key(row) == keys[0]
+    [ranked] = reader({"group": [row, {**row, "rejected": "green"}]}, "rows 1 and 2")
+    assert len(ranked.answers) == 3 and len(PairTrees()(ranked).images) == 1

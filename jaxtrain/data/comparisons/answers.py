@@ -9,7 +9,7 @@ history, the prompt is the common beginning, and the remaining prompt tokens bel
 with weight 0.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,8 +24,11 @@ from jaxtrain.data.chat.messages import (
     without_flags,
 )
 from jaxtrain.data.chat.rows import Conversation
+from jaxtrain.data.chat.tokenize import open_images
 from jaxtrain.data.comparisons.preference_row import NOTHING_SHARED, SAME, PreferenceRow
 from jaxtrain.data.comparisons.ranked import Ranked, RankedAnswer, RankedPair
+from jaxtrain.data.packing.prefixes import token_keys
+from jaxtrain.data.packing.tree import Image, PlacedImages
 from jaxtrain.data.sample import Dropped, weigh_ends
 from jaxtrain.errors import UserError
 
@@ -39,6 +42,12 @@ class AnswerBranch(NamedTuple):
     """float32 [n]; 0 in the prompt."""
     begin: int
     """Index of the answer's first token."""
+    images: PlacedImages | None = None
+
+    @property
+    def keys(self) -> np.ndarray:
+        """[n]: what has to be equal where branches share tokens."""
+        return token_keys(self.tokens, self.images)
 
 
 class Answers:
@@ -50,6 +59,7 @@ class Answers:
         self.dataset, self.tokenizer = dataset, tokenizer
         self.sequence_len, self.too_long = sequence_len, too_long
         self.encoder = encoder_of(tokenizer, dataset.special_tokens)
+        self.images = open_images(dataset, tokenizer)
         self.renderer = None
         if tokenizer.chat_template:
             self.renderer = template.Renderer(
@@ -77,7 +87,7 @@ class Answers:
             good, bad = answers[pair.chosen], answers[pair.rejected]
             if isinstance(good, str) or isinstance(bad, str):
                 dropped.append(Dropped(good if isinstance(good, str) else str(bad), origin))
-            elif np.array_equal(good.tokens, bad.tokens):
+            elif np.array_equal(*(token_keys(a.tokens, a.images) for a in (good, bad))):
                 dropped.append(Dropped(f"malformed row: {SAME}", origin))
             else:
                 pairs.append(pair)
@@ -98,6 +108,7 @@ class Answers:
             tuple(judged.labels[index] for index in used) if judged.labels else (),
             origin,
             self._count_controls(judged, used),
+            _cut_images(rendered[0].images, 0, shared),
         )
         return [ranked, *dropped]
 
@@ -115,7 +126,7 @@ class Answers:
                 judged.chat_template_kwargs,
                 len(judged.prompt),
             )
-            return self._chat(conversation)
+            return self._chat(conversation, judged.images)
         except template.TemplateOmission as error:
             return str(error)
         except (MalformedRow, template.TemplateFailed) as error:
@@ -143,7 +154,7 @@ class Answers:
         token_lists = [template.begin_text(self.tokenizer, self.encoder, text) for text in texts]
         return _count_alike(token_lists)
 
-    def _chat(self, conversation: Conversation) -> AnswerBranch:
+    def _chat(self, conversation: Conversation, by_marker: Mapping[str, Image]) -> AnswerBranch:
         """Render a conversation with its answer, which begins at its `first` message."""
         template.require_chat_template(self.tokenizer)
         assert self.renderer is not None
@@ -158,6 +169,7 @@ class Answers:
         spans = context_spans(messages)
         located = sorted({*turns, *shut, *(spans if mode == "all" else ())})
         keywords = conversation.chat_template_kwargs
+        find = self._finder(messages, by_marker)
         shown = without_flags(messages)
         renderings = self.renderer(shown, conversation.tools, located, keywords, spans)
         if len(renderings) > 1:
@@ -171,11 +183,26 @@ class Answers:
         weights = np.isin(author, turns)
         if mode == "all":
             weights = (np.arange(len(author)) >= begin) & ~np.isin(author, [*shut, template.MASKED])
+        placed = _cut_images(find(tokens), 0, end)
         tokens, weights = tokens[:end], weights[:end].astype(np.float32)
+        if placed is not None:
+            weights[placed.slot >= 0] = 0.0
         if (mode_of_ends := self.dataset.train_on_eot) != "turn":
             ends = frozenset().union(*template.turn_ends(self.tokenizer))
             weigh_ends(tokens[begin:], weights[begin:], ends, mode_of_ends)
-        return AnswerBranch(tokens, weights, begin)
+        return AnswerBranch(tokens, weights, begin, placed)
+
+    def _finder(
+        self, messages: Sequence[Any], by_marker: Mapping[str, Image]
+    ) -> Callable[[np.ndarray], PlacedImages | None]:
+        """Return what finds the images of messages in their tokens; raises MalformedRow for a place
+        without an image."""
+        if self.images is None:
+            return lambda tokens: None
+        from jaxtrain.data.images.placing import list_images, place_images
+
+        images, image_format = list_images(messages, by_marker), self.images.format
+        return lambda tokens: place_images(tokens, images, image_format)
 
     def _cut(self, branch: AnswerBranch, shared: int) -> RankedAnswer | str:
         """Cut the answer out of a branch and limit its length; or return the reason to drop it."""
@@ -193,8 +220,12 @@ class Answers:
                 return "prompt too long"
             if self.too_long == "drop":
                 return "too long"
+            if branch.images is not None and self.images is not None:
+                room = self.images.move_cut(branch.images, room, self.encoder)
         tokens, weights = branch.tokens[shared:room], branch.weights[shared:room]
-        return RankedAnswer(tokens, weights) if weights.any() else "no trained token"
+        if not weights.any():
+            return "no trained token"
+        return RankedAnswer(tokens, weights, _cut_images(branch.images, shared, room))
 
     def _count_controls(self, judged: PreferenceRow, used: Sequence[int]) -> int:
         """Count the control tokens that the texts spell, those of the prompt once."""
@@ -206,7 +237,11 @@ def count_shared(branches: Sequence[AnswerBranch]) -> int:
     """Count the prompt tokens: the common beginning of all branches, before any answer begins."""
     if not branches:
         return 0
-    return min(_count_alike([b.tokens for b in branches]), *(b.begin for b in branches))
+    return min(_count_alike([b.keys for b in branches]), *(b.begin for b in branches))
+
+
+def _cut_images(images: PlacedImages | None, start: int, stop: int) -> PlacedImages | None:
+    return images.cut(start, min(stop, len(images.slot))) if images is not None else None
 
 
 def _count_alike(sequences: Sequence[Any]) -> int:

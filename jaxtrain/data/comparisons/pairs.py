@@ -132,14 +132,17 @@ class _Layout:
             if index < len(heads):
                 prompt_weight = heads[index] if self.rule.nll == "sequence" else 0.0
                 pieces.append(
-                    self._node(-1, prompt, np.zeros(len(prompt)), prompt_weight, "prompt")
-                )
+                    self._node(
+                        -1, prompt, np.zeros(len(prompt)), prompt_weight, "prompt",
+                        images=ranked.images,
+                    )
+                )  # fmt: skip
             mask = (np.asarray(answer.weights) != 0).astype(np.float64)
             counted = np.ones_like(mask) if self.rule.nll == "sequence" else mask
             pieces.append(
                 self._node(
                     0, answer.tokens, mask, chosen[index] * counted, self._role(index),
-                    self.shares[index],
+                    self.shares[index], answer.images,
                 )
             )  # fmt: skip
         if not self._place(pieces, weight):
@@ -152,7 +155,7 @@ class _Layout:
         ]
         return Forest(tuple(chains))
 
-    def _node(self, parent, tokens, mask, nll, role, share=None) -> Node:
+    def _node(self, parent, tokens, mask, nll, role, share=None, images=None) -> Node:
         n = len(tokens)
         weights = {PREFERENCE: np.zeros(n), SCORE: mask}
         if self.rule.nll != "none":
@@ -164,7 +167,7 @@ class _Layout:
         }
         if self.rule.tail is not None:
             streams[SHARE] = np.zeros(n) if share is None else share
-        return Node(parent, np.asarray(tokens, np.int32), weights, streams, role)
+        return Node(parent, np.asarray(tokens, np.int32), weights, streams, role, images=images)
 
     def _place(self, pieces: Sequence[Node], weight: float) -> bool:
         """Write the slots into the first tokens that are not roots; False if there are too few."""

@@ -17,7 +17,7 @@ import json
 import os
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxtrain.config.data import DatasetConfig
@@ -35,6 +35,7 @@ from jaxtrain.data.formats import (
     detect_kind,
     read_number,
 )
+from jaxtrain.data.packing.tree import Image
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import name_type, show
 
@@ -81,6 +82,8 @@ class PreferenceRow:
     """A reason for each comparison that was impossible: ties, answers without a score."""
     unread: tuple[str, ...] = ()
     """Columns and keys that nothing reads."""
+    images: Mapping[str, Image] = field(default_factory=dict)
+    """Images of the messages, by their markers."""
 
 
 def require_kind(dataset: DatasetConfig, columns: tuple[str, ...], want: str) -> str:
@@ -105,9 +108,13 @@ def require_kind(dataset: DatasetConfig, columns: tuple[str, ...], want: str) ->
     return kind
 
 
-def read_judged(row: Mapping[str, Any], dataset: DatasetConfig) -> PreferenceRow:
-    """Read a row of any kind; raises MalformedRow with the reason if it is invalid."""
+def read_judged(
+    row: Mapping[str, Any], dataset: DatasetConfig, images: Any = None
+) -> PreferenceRow:
+    """Read a row of any kind; raises MalformedRow with the reason if it is invalid. images: its
+    images.placing.RowImages; None refuses images."""
     columns = Row(row, **dataset.reading, spans=True)
+    columns.images = images
     kind = detect_kind(name for name, value in columns.columns.items() if value is not None)
     if kind is None:
         names = ", ".join(map(str, columns.columns)) or "none"
@@ -272,6 +279,7 @@ class PreferenceRowReader:
             tuple(after),
             tools=prompted.tools,
             chat_template_kwargs=prompted.chat_template_kwargs,
+            images={} if row.images is None else row.images.by_marker,
         )
 
     def _several(self, value: Any) -> list[Text]:
@@ -345,6 +353,7 @@ def merge_judged(members: Sequence[PreferenceRow], want: str) -> PreferenceRow:
         pairs=tuple(pairs),
         labels=merged_labels,
         left_out=tuple(left_out),
+        images={marker: image for member in members for marker, image in member.images.items()},
     )
 
 

@@ -17,6 +17,7 @@ from typing_extensions import override
 
 from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
 from jaxtrain.data.chat.messages import KEYS, MalformedRow
+from jaxtrain.data.chat.tokenize import open_row_images
 from jaxtrain.data.comparisons.answers import Answers
 from jaxtrain.data.comparisons.preference_row import (
     COLUMNS,
@@ -101,6 +102,8 @@ class Preferences(Recipe):
         build = describe_build(self.build)
         if type(self) is not Preferences or dataset.format not in FORMATS or build is None:
             return None  # code outside jaxtrain shapes the trees; it has no digest
+        if self.fields.images is not None:
+            return None  # so do files beside the rows
         keys = dataset.model_dump_json(include=SHAPING)
         lengths = (self.data.sequence_len, self.data.too_long, self.row_tokens)
         return repr((keys, lengths, self.want, build))
@@ -141,6 +144,7 @@ class RankedReader:
         self.dataset, self.tokenizer, self.want = dataset, tokenizer, want
         self.sequence_len = sequence_len
         self.answers = Answers(dataset, tokenizer, sequence_len, too_long)
+        self.images = self.answers.images
 
     def __reduce__(self) -> tuple[Any, ...]:
         limits = (self.sequence_len, self.answers.too_long)
@@ -153,7 +157,7 @@ class RankedReader:
         grouped = set(row) == {"group"}
         for member in row["group"] if grouped else [row]:
             try:
-                members.append(self._read(member, grouped))
+                members.append(self._read(member, grouped, origin))
             except MalformedRow as error:
                 where = f"{origin}, {error.location}" if error.location else origin
                 notes.append(Dropped(f"malformed row: {error}", where))
@@ -173,14 +177,14 @@ class RankedReader:
         except MalformedRow:
             return None
 
-    def _read(self, row: dict[str, Any], grouped: bool) -> PreferenceRow:
+    def _read(self, row: dict[str, Any], grouped: bool, origin: str = "") -> PreferenceRow:
         if self.outside is not None:
             row = call_custom_format(self.outside, row, self.tokenizer, self.dataset)
             if not isinstance(row, dict):
                 raise UserError(
                     f"format {self.dataset.format!r} must return a row of preference data, a dict"
                 )
-        judged = read_judged(row, self.dataset)
+        judged = read_judged(row, self.dataset, open_row_images(self.images, origin))
         if self.want == "labels":
             return label_judged(judged)
         if judged.labels and not grouped:

@@ -11,6 +11,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
+from jaxtrain.data.packing.tree import PlacedImages
+
 Pairing = Literal["best_worst", "best_rest", "neighbors", "all"]
 
 
@@ -21,6 +23,8 @@ class RankedAnswer(NamedTuple):
     """int32 [n] token ids after the prompt, n >= 1, including the end of the turn."""
     weights: np.ndarray
     """float32 [n]: 1 on assistant tokens, 0 on those between its turns."""
+    images: PlacedImages | None = None
+    """Images that stand in the answer."""
 
 
 class RankedPair(NamedTuple):
@@ -47,6 +51,8 @@ class Ranked:
     """File and row, for messages."""
     controls: int = 0
     """Control tokens that its texts spell: see control_tokens.py."""
+    images: PlacedImages | None = None
+    """Images that stand in the prompt."""
 
     def __post_init__(self) -> None:
         if not len(self.prompt) or not all(len(answer.tokens) for answer in self.answers):

@@ -5,6 +5,7 @@ comparisons of a step need from each other before the update.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -28,7 +29,7 @@ from jaxtrain.data.comparisons.pairs import (
 from jaxtrain.data.comparisons.preferences import Preferences
 from jaxtrain.data.packing.pack import Fields
 from jaxtrain.data.packing.steps import StepShape
-from jaxtrain.methods.offline import OfflineData
+from jaxtrain.methods.offline import OfflineData, open_images
 from jaxtrain.methods.preference.config import PreferenceTask
 from jaxtrain.methods.preference.cross_batch_stats import at_same_rank, mismatch, sum_sides
 from jaxtrain.methods.preference.loss import PreferenceObjective, preference_loss
@@ -55,11 +56,16 @@ def open_data(config: Config, tokenizer: Any) -> OfflineData:
         tail=task.ld_alpha,
         average=task.average,
     )
+    fields = read_fields(task, config.model.compute_dtype)
+    # KTO's answers behind other prompts, and a table keyed by tokens, do not follow images.
+    if "kto" not in task.names and reads_reference(task) != "precomputed":
+        rows = task.max_packed_tokens or 2 * config.data.sequence_len
+        fields = replace(fields, images=open_images(config, tokenizer, rows))
     recipe = Preferences(
         config.data,
         tokenizer,
         build,
-        read_fields(task, config.model.compute_dtype),
+        fields,
         "labels" if task.of_labels else "pairs",
         row_tokens=task.max_packed_tokens,
         units=task.units_per_step,
