@@ -64,7 +64,7 @@ class ImageFormat(ABC):
         """float32 [256, 3]: what the tower reads for each value of a pixel, by channel, to the bit
         what transformers computes for the pixel."""
         scaled = (np.arange(256, dtype=np.float64) * self.rescale).astype(np.float32)
-        return (scaled[:, None] - np.float32(self.mean)) / np.float32(self.std)
+        return (scaled[:, None] - np.array(self.mean, np.float32)) / np.array(self.std, np.float32)
 
     @abstractmethod
     def count(self, size: tuple[int, int]) -> tuple[int, int]:
