@@ -87,7 +87,9 @@ class Answers:
             good, bad = answers[pair.chosen], answers[pair.rejected]
             if isinstance(good, str) or isinstance(bad, str):
                 dropped.append(Dropped(good if isinstance(good, str) else str(bad), origin))
-            elif np.array_equal(*(token_keys(a.tokens, a.images) for a in (good, bad))):
+            elif np.array_equal(
+                token_keys(good.tokens, good.images), token_keys(bad.tokens, bad.images)
+            ):
                 dropped.append(Dropped(f"malformed row: {SAME}", origin))
             else:
                 pairs.append(pair)
