@@ -7,7 +7,8 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxtrain.layers.mixer import LayerInputs, Mixer, State, Tokenwise
+from jaxtrain.layers.embed import take_features
+from jaxtrain.layers.mixer import ImageContext, LayerInputs, Mixer, State, Tokenwise
 from jaxtrain.layers.mlp import MLP
 from jaxtrain.layers.moe import MoE
 from jaxtrain.layers.norm import RMSNorm
@@ -74,9 +75,12 @@ class Block(nnx.Module):
         return self._finish(x_BTD, inputs), state, noted
 
     def _finish(self, x_BTD: jax.Array, inputs: LayerInputs) -> jax.Array:
-        """Add per-layer inputs and apply `layer_scalar`."""
+        """Add per-layer inputs and features of images, and apply `layer_scalar`."""
         if self.per_layer is not None:
             x_BTD = x_BTD + self.per_layer(x_BTD, inputs.extra)
+        if inputs.spec.adds is not None and isinstance(inputs.side_context, ImageContext):
+            slot_BT, deep = inputs.side_context
+            x_BTD = x_BTD + take_features(slot_BT, deep[inputs.spec.adds]).astype(x_BTD.dtype)
         if self.layer_scalar is None:
             return x_BTD
         scalar = jax.lax.stop_gradient(self.layer_scalar[...])

@@ -48,6 +48,19 @@ def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
+def take_features(slot_BT: jax.Array, features_BFD: jax.Array) -> jax.Array:
+    """Return [B, T, D]: the feature of its slot at every token that has one, 0 at the others, whose
+    slot is -1."""
+    # They read beyond the features, which drops their gradients: else all would be added to one
+    # feature, one after the other.
+    index_BT = jnp.where(slot_BT < 0, features_BFD.shape[1], slot_BT)
+    features_BFD = constrain(features_BFD, "rows", None, None)
+    features_BTD = jnp.take_along_axis(
+        features_BFD, index_BT[..., None], axis=1, mode="fill", fill_value=0
+    )
+    return constrain(features_BTD, "rows", "sequence", "features")
+
+
 def look_up(table_VD: jax.Array, tokens_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """table_VD[tokens_BT] in `dtype`, each device with the part of the table that it holds.
 

@@ -37,6 +37,18 @@ class LayerSpec:
     """Name, unique among layers, under which the mixer's keys and values are exported."""
     imports: str | None = None
     """Name of the keys and values, exported by an earlier layer, that this layer reads."""
+    adds: int | None = None
+    """Index among `ImageContext.deep` of the features that are added behind the layer."""
+
+
+class ImageContext(NamedTuple):
+    """Features of images for some layers, a `side_context` of the stack (DeepStack: Meng et al.
+    2024, arXiv:2406.04334)."""
+
+    slot: jax.Array
+    """int32 [B, T]: the feature at a token; -1: none."""
+    deep: tuple[jax.Array, ...]
+    """[B, F, D] of each layer that adds some."""
 
 
 class SharedSlots(NamedTuple):

@@ -184,11 +184,46 @@ def _yarn(base: np.ndarray, head_dim: int, rope: Mapping[str, Any]) -> tuple[np.
 def angles(
     positions_BT: jax.Array, frequency: np.ndarray, factor: float, dtype: jnp.dtype
 ) -> Angles:
-    """Angles of int32 positions [B, T], in float32 or, for a float64 `dtype`, float64."""
+    """Angles of int32 positions [B, T], or [B, T, R] for each frequency, in float32 or, for a
+    float64 `dtype`, float64."""
     wide = jnp.promote_types(dtype, jnp.float32)
+    positions_BTR = positions_BT if positions_BT.ndim == 3 else positions_BT[..., None]
     # Never in bfloat16, which cannot tell positions above 256 apart.
-    angle_BTR = positions_BT[..., None].astype(wide) * jnp.asarray(frequency, wide)
+    angle_BTR = positions_BTR.astype(wide) * jnp.asarray(frequency, wide)
     return Angles(jnp.cos(angle_BTR) * factor, jnp.sin(angle_BTR) * factor)
+
+
+def place_images(
+    positions_BT: jax.Array,
+    until_BT: jax.Array,
+    slot_BT: jax.Array,
+    row_col_BP2: jax.Array,
+    grid_BP2: jax.Array,
+    merge: int,
+) -> jax.Array:
+    """int32 [B, T, 3] time, row and column of tokens (M-RoPE: Wang et al. 2024, arXiv:2409.12191).
+
+    An image of h x w features that begins at n has (n, n + row, n + column), and what follows it on
+    its branch goes on at n + max(h, w). positions, until: of a packed forest, whose images lie
+    whole in one node; slot: the feature at a token, -1 at text; row_col, grid: of the patches, of
+    which merge * merge make a feature.
+    """
+    first_BT1 = jnp.maximum(slot_BT, 0)[..., None] * merge**2
+    row_col_BT2, grid_BT2 = (
+        jnp.take_along_axis(x_BP2, first_BT1, axis=1) // merge for x_BP2 in (row_col_BP2, grid_BP2)
+    )
+    row_col_BT2 = jnp.where(slot_BT[..., None] < 0, 0, row_col_BT2)
+    (row_BT, col_BT), (high_BT, wide_BT) = (
+        (x_BT2[..., 0], x_BT2[..., 1]) for x_BT2 in (row_col_BT2, grid_BT2)
+    )
+    last_BT = (slot_BT >= 0) & (row_BT == high_BT - 1) & (col_BT == wide_BT - 1)
+    change_BT = jnp.where(last_BT, jnp.maximum(high_BT, wide_BT) - high_BT * wide_BT, 0)
+    # All tokens behind an image, up to the end of its subtree, begin earlier by what it saves.
+    steps = jnp.pad(change_BT, ((0, 0), (1, 0)))
+    steps = steps.at[jnp.arange(len(steps))[:, None], until_BT].add(-change_BT)
+    moved_BT = jnp.cumsum(steps, axis=1)[:, :-1].astype(positions_BT.dtype)
+    start_BT = positions_BT + moved_BT - (row_BT * wide_BT + col_BT)
+    return jnp.stack([start_BT, start_BT + row_BT, start_BT + col_BT], axis=-1)
 
 
 def rotate(x_BTNH: jax.Array, angles: Angles, adjacent: bool = False) -> jax.Array:

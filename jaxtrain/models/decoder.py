@@ -10,19 +10,19 @@ from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
 
 from jaxtrain.batch import IMAGE_SLOT, ROUTED, Batch
-from jaxtrain.distributed.sharding import constrain
-from jaxtrain.layers.embed import Embed, capped
+from jaxtrain.layers.embed import Embed, capped, take_features
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.linear import LayerInit
-from jaxtrain.layers.mixer import Decoding, SharedSlots, State
+from jaxtrain.layers.mixer import Decoding, ImageContext, SharedSlots, State
 from jaxtrain.layers.moe import use_transport
 from jaxtrain.layers.noise import RowNoise, add_embedding_noise, set_rng_bits, token_rng_bits
 from jaxtrain.layers.norm import RMSNorm
-from jaxtrain.layers.rope import angles
+from jaxtrain.layers.rope import angles, place_images
 from jaxtrain.layers.routes import by_layer, flatten_routes
 from jaxtrain.layers.score import Score
 from jaxtrain.layers.stack import DecodingStates, Stack, StackInputs, StackOutput
@@ -51,6 +51,19 @@ class DecoderOptions:
         """How the parameters of the model's layers are created."""
         std, param_dtype = config.initializer_range, jnp.dtype(self.param_dtype)
         return LayerInit(rngs, std, param_dtype, jnp.dtype(self.dtype))
+
+
+class SeenImages(NamedTuple):
+    """What the text reads of the images of its rows."""
+
+    slot: jax.Array
+    """int32 [B, T]: the feature at a token; -1: none."""
+    features: jax.Array
+    """[B, F, D], in the place of embeddings."""
+    deep: tuple[jax.Array, ...]
+    """[B, F, D] for each layer that adds some."""
+    rope: jax.Array | None
+    """int32 [B, T, 3] positions of families that rotate by time, row and column."""
 
 
 class DecoderCache(NamedTuple):
@@ -208,6 +221,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
             (name, tuple(frequency.tolist()), factor)
             for name, (frequency, factor) in config.encodings().items()
         )
+        self.rope_axes = config.rope_axes
         self.embedding_scale = config.embedding_scale
         self.logit_scale = config.logit_scale if head is None else 1.0
         self.logit_softcap = config.logit_softcap if head is None else None
@@ -218,8 +232,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         self.vision = self.make_vision(config, options, rngs)
 
     def make_vision(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs) -> Any:
-        """Build the module (Images, RowNoise or None) -> features [B, F, D] of images; None for
-        text alone."""
+        """Build the module (Images, RowNoise or None) -> features [B, F, D] of images, and those
+        for single layers; None for text alone."""
         return None
 
     @abstractmethod
@@ -260,7 +274,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
         experts = by_layer(self.stack, batch.streams.get(ROUTED))
         rng_bits = None if self.noise is None else self._draw(batch.tokens.shape)
-        inputs = self._embed(batch.tokens, context, experts, rng_bits, self._see(batch))
+        inputs = self._embed(batch.tokens, context, experts, rng_bits, self._see(batch, context))
         return self._run(*inputs, capture=capture)[0]
 
     def captured(self, batch: Batch, layers: Sequence[int]) -> jax.Array:
@@ -268,7 +282,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         Layers behind the last of them do not run."""
         context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
         depth = max(layers) + 1
-        inputs = self._embed(batch.tokens, context, placed=self._see(batch))
+        inputs = self._embed(batch.tokens, context, seen=self._see(batch, context))
         outputs = self._run(*inputs, capture=tuple(layers), depth=depth)[0].captured
         return jnp.concatenate([outputs[layer] for layer in layers], axis=-1)
 
@@ -361,29 +375,39 @@ class Decoder(EmbeddingAndHead, CachedStack):
         context: Context,
         experts: jax.Array | None = None,
         rng_bits: jax.Array | None = None,
-        placed: tuple[jax.Array, jax.Array] | None = None,
+        seen: SeenImages | None = None,
     ) -> tuple[jax.Array, StackInputs]:
-        """Return (scaled embeddings [B, T, D], the stack's other inputs). placed: arguments of
-        `place_features`."""
+        """Return (scaled embeddings [B, T, D], the stack's other inputs)."""
         x_BTD = scaled(self.embed(tokens_BT), self.embedding_scale)
         if rng_bits is not None and self.noise.alpha:
             positions_BT, until_BT = context.positions, context.until
             x_BTD = add_embedding_noise(x_BTD, rng_bits, positions_BT, until_BT, self.noise.alpha)
-        if placed is not None:
-            x_BTD = place_features(x_BTD, *placed)
+        positions, side_context = context.positions, None
+        if seen is not None:
+            features_BTD = take_features(seen.slot, seen.features).astype(x_BTD.dtype)
+            x_BTD = jnp.where(seen.slot[..., None] < 0, x_BTD, features_BTD)
+            side_context = ImageContext(seen.slot, seen.deep) if seen.deep else None
+            if seen.rope is not None:
+                positions = seen.rope[..., np.array(self.rope_axes)]
         cos_sin = {
-            name: angles(context.positions, frequency, factor, self.embed.dtype)
+            name: angles(positions, frequency, factor, self.embed.dtype)
             for name, frequency, factor in self.encodings
         }
         extra = self.layer_inputs(tokens_BT, x_BTD)
-        return x_BTD, StackInputs(context, cos_sin, extra, experts, rng_bits=rng_bits)
+        return x_BTD, StackInputs(context, cos_sin, extra, experts, side_context, rng_bits)
 
-    def _see(self, batch: Batch) -> tuple[jax.Array, jax.Array] | None:
-        """Return (slots int32 [B, T], features [B, F, D]) of a batch with images."""
-        if batch.images is None:
+    def _see(self, batch: Batch, context: Context) -> SeenImages | None:
+        """Run the tower on the images of a batch, if it has any."""
+        images = batch.images
+        if images is None:
             return None
         assert self.vision is not None, "a batch with images for a model of text alone"
-        return batch.streams[IMAGE_SLOT], self.vision(batch.images, self.noise)
+        slot_BT, rope = batch.streams[IMAGE_SLOT], None
+        features, deep = self.vision(images, self.noise)
+        if self.rope_axes is not None:
+            grid = (images.row_col, images.grid, self.vision.merge)
+            rope = place_images(context.positions, context.until, slot_BT, *grid)
+        return SeenImages(slot_BT, features, deep, rope)
 
     def _draw(self, shape: tuple[int, ...]) -> jax.Array:
         """Return random bits [B, T] of the tokens of a training pass, and give them to the modules
@@ -415,18 +439,6 @@ class Decoder(EmbeddingAndHead, CachedStack):
 def scaled(x: jax.Array, factor: float) -> jax.Array:
     """Multiply x by a number, in x's dtype."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
-
-
-def place_features(x_BTD: jax.Array, slot_BT: jax.Array, features_BFD: jax.Array) -> jax.Array:
-    """Return x with the feature of its slot at every token that has one; -1: none."""
-    # Text reads beyond the features, which drops its gradients: else they would all be added to one
-    # feature, one after the other.
-    index_BT = jnp.where(slot_BT < 0, features_BFD.shape[1], slot_BT)
-    features_BTD = jnp.take_along_axis(
-        constrain(features_BFD, "rows", None, None), index_BT[..., None], axis=1, mode="fill"
-    )
-    x_BTD = jnp.where(slot_BT[..., None] < 0, x_BTD, features_BTD.astype(x_BTD.dtype))
-    return constrain(x_BTD, "rows", "sequence", "features")
 
 
 def place_new(start_B: jax.Array, end_B: jax.Array, T: int) -> tuple[Context, Decoding]:

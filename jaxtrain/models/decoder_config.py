@@ -176,6 +176,12 @@ class DecoderConfig:
         }
 
     @property
+    def rope_axes(self) -> tuple[int, ...] | None:
+        """What each frequency turns by where there are images: 0 time, 1 row, 2 column; None: all
+        by the position."""
+        return None
+
+    @property
     def media_tokens(self) -> Mapping[int, str]:
         """{id of a placeholder token for an image or a video: its key in config.json}; not text to
         train on."""

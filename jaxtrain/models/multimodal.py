@@ -1,11 +1,13 @@
 """The text of folders that hold more: what concerns it stands in `text_config`, the rest around it.
 
-Towers for pictures and sound are no part of the model here; every export takes their tensors along
-byte by byte. A folder of text alone has one level, and other names of its tensors.
+Towers for sound, and of most families those for images, are no part of the model here; every export
+takes their tensors along byte by byte. A folder of text alone has one level, and other names of its
+tensors. `ImageTextConfig` is one whose tower is a part of the model.
 """
 
 import dataclasses
 import json
+from abc import abstractmethod
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Self
 
@@ -87,6 +89,35 @@ class TextConfig(DecoderConfig):
     def media_tokens(self) -> Mapping[int, str]:
         raw = {} if self.around is None else json.loads(self.around)
         return {raw[key]: key for key in self.media if type(raw.get(key)) is int}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ImageTextConfig(TextConfig):
+    """A TextConfig with a tower for images, described by `vision_config`."""
+
+    tower_type: ClassVar[Any]
+    """models.vision.VisionConfig of the tower."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        for key in ("text_config", "vision_config"):
+            if not isinstance(raw.get(key), Mapping):
+                raise UserError(
+                    f"config.json: {key} is {describe(raw.get(key))}; {cls.architecture} has an"
+                    " object there"
+                )
+        vision = cls.tower_type.from_hf(raw["vision_config"])
+        config = dataclasses.replace(super().from_hf(raw), vision=vision)
+        config.check()
+        return config
+
+    @property
+    @abstractmethod
+    def merge(self) -> int:
+        """Patches along a side of the block that one feature is made of."""
+
+    def check_drawn(self) -> None:
+        """Nothing: the tower is drawn with the text."""
 
 
 def split_levels(

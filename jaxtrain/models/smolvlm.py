@@ -4,12 +4,12 @@ import dataclasses
 from typing import ClassVar
 
 from jaxtrain.models import idefics3
-from jaxtrain.models.vision import VisionConfig
+from jaxtrain.models.vision import TileConfig
 
 names = idefics3.names
 
 
-class TileVisionConfig(VisionConfig):
+class TowerConfig(TileConfig):
     model_type: ClassVar[str] = "smolvlm_vision"
 
 
@@ -17,7 +17,7 @@ class TileVisionConfig(VisionConfig):
 class Config(idefics3.Config):
     architecture: ClassVar[str] = "SmolVLMForConditionalGeneration"
     model_type: ClassVar[str] = "smolvlm"
-    vision_type: ClassVar[type[VisionConfig]] = TileVisionConfig
+    tower_type: ClassVar[type[TileConfig]] = TowerConfig
 
 
 class Model(idefics3.Model):

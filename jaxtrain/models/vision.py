@@ -9,7 +9,8 @@ Shapes: B rows, P patches of a row, F features of a row, C numbers of a patch, D
 """
 
 import dataclasses
-from collections.abc import Mapping
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import jax
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
+from typing_extensions import override
 
 from jaxtrain.batch import Images
 from jaxtrain.distributed.sharding import constrain, gathered
@@ -30,6 +32,7 @@ from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import ACTIVATIONS, MLP
 from jaxtrain.layers.noise import RowNoise, hash_bits, set_rng_bits, token_rng_bits
 from jaxtrain.layers.norm import LayerNorm
+from jaxtrain.layers.rope import Angles
 from jaxtrain.layers.stack import Stack, StackInputs
 from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.naming import attention_names, mlp_names
@@ -51,10 +54,9 @@ class VisionConfig:
     intermediate_size: int
     num_hidden_layers: int
     num_attention_heads: int
-    image_size: int
     patch_size: int
     hidden_act: str
-    layer_norm_eps: float
+    layer_norm_eps: float = 1e-6
     initializer_range: float
 
     @classmethod
@@ -83,33 +85,83 @@ class VisionConfig:
                 f"config.json: vision_config.hidden_size={self.hidden_size} must be a multiple of"
                 f" num_attention_heads={self.num_attention_heads}"
             )
-        if not 0 < self.patch_size <= self.image_size:
+        if not 0 < self.side < 2**12:
             raise UserError(
-                f"config.json: vision_config.patch_size={self.patch_size} must be from 1 to"
-                f" image_size={self.image_size}"
+                f"config.json: vision_config: patch_size={self.patch_size} gives {self.side}"
+                " positions along a side of an image"
             )
 
     @property
+    @abstractmethod
     def side(self) -> int:
         """Patches along a side of the image that the positions were trained on."""
-        return self.image_size // self.patch_size
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TileConfig(VisionConfig):
+    """Of a tower whose images are squares of `image_size`."""
+
+    image_size: int
+
+    @property
+    @override
+    def side(self) -> int:
+        return self.image_size // max(self.patch_size, 1)
 
 
 class PatchEmbedding(nnx.Module):
     """[B, P, C] -> [B, P, D]: a convolution whose patches do not overlap. Not a Linear: PEFT has
-    another form for adapters of convolutions, and in fewer bits it would lose the image."""
+    another form for adapters of convolutions, and in fewer bits it would lose the image. frames: of
+    a video in a patch; an image is the same frame in all of them, so their kernels add up."""
 
-    def __init__(self, num_in: int, num_out: int, *, init: LayerInit):
-        self.kernel = nnx.Param(init.normal((num_in, num_out)), axes=(None, "embed"))
+    def __init__(self, num_in: int, num_out: int, *, frames: int = 1, init: LayerInit):
+        self.frames = frames
+        self.kernel = nnx.Param(init.normal((num_in * frames, num_out)), axes=(None, "embed"))
         self.bias = nnx.Param(jnp.zeros((num_out,), init.param_dtype), axes=("norm",))
         self.dtype = jnp.dtype(init.dtype)
 
     def __call__(self, x_BPC: jax.Array) -> jax.Array:
-        y_BPD = x_BPC.astype(self.dtype) @ gathered(self.kernel, self.dtype)
+        kernel = gathered(self.kernel, self.dtype)
+        if self.frames > 1:  # columns are channel, frame, row, column
+            kernel = kernel.reshape(3, self.frames, -1, kernel.shape[-1]).sum(1)
+            kernel = kernel.reshape(-1, kernel.shape[-1])
+        y_BPD = x_BPC.astype(self.dtype) @ kernel
         return y_BPD + self.bias[...].astype(self.dtype)
 
 
-class Tower(nnx.Module):
+class Encoder(nnx.Module):
+    """What towers have in common: packed patches through layers that attend within a segment. A
+    tower adds its parameters, `embed` and `turn`, and may capture outputs of layers."""
+
+    stack: Stack
+    norm: LayerNorm | None = None
+    """Behind the last layer."""
+    capture: tuple[int, ...] = ()
+
+    @abstractmethod
+    def embed(self, images: Images) -> jax.Array:
+        """[B, P, D] of patches and their positions."""
+
+    def turn(self, images: Images) -> Mapping[str, Angles]:
+        """Rotations of queries and keys; none by default."""
+        return {}
+
+    def __call__(
+        self, images: Images, rng_bits_BP: jax.Array | None
+    ) -> tuple[jax.Array, list[jax.Array]]:
+        """Return ([B, P, D] of the patches of a batch, the captured outputs); rng_bits: of patches,
+        for adapters that draw."""
+        x_BPD = constrain(self.embed(images), "rows", "sequence", "features")
+        index_P = jnp.arange(x_BPD.shape[1], dtype=jnp.int32)
+        index_BP = jnp.broadcast_to(index_P, images.until.shape)
+        context = Context(images.until, images.since, index_BP, index_BP)
+        inputs = StackInputs(context, self.turn(images), rng_bits=rng_bits_BP)
+        outputs = self.stack(x_BPD, inputs, capture=self.capture)[0]
+        hidden_BPD = outputs.hidden if self.norm is None else self.norm(outputs.hidden)
+        return hidden_BPD, [outputs.captured[layer] for layer in self.capture]
+
+
+class Tower(Encoder):
     """A SigLIP-like encoder (Zhai et al. 2023, arXiv:2303.15343) with a learned position for each
     patch of a square; the positions of smaller grids are those of their fractions of the side."""
 
@@ -119,47 +171,28 @@ class Tower(nnx.Module):
         self.side = side
         self.patch = PatchEmbedding(3 * config.patch_size**2, width, init=init)
         self.position_table = nnx.Param(init.normal((side * side, width)), axes=(None, "embed"))
-        self.stack = Stack(
-            (LayerSpec(),) * config.num_hidden_layers,
-            lambda kind, rngs: make_block(config, options, rngs),
-            remat=options.remat,
-            scan=options.scan_layers,
-            only=options.only_layer,
-            rngs=rngs,
-        )
+        self.stack = make_stack(config, options, rngs)
         self.norm = make_norm(config, init)
 
-    def __call__(self, images: Images, rng_bits_BP: jax.Array | None) -> jax.Array:
-        """[B, P, D] of the patches of a batch; rng_bits: of patches, for adapters that draw."""
+    @override
+    def embed(self, images: Images) -> jax.Array:
         x_BPD = self.patch(look_up_values(images))
         table_SD = gathered(self.position_table, x_BPD.dtype)
-        x_BPD = x_BPD + table_SD[bucket_positions(images.row_col, images.grid, self.side)]
-        index_BP = jnp.broadcast_to(jnp.arange(x_BPD.shape[1], dtype=jnp.int32), images.until.shape)
-        context = Context(images.until, images.since, index_BP, index_BP)
-        x_BPD = constrain(x_BPD, "rows", "sequence", "features")
-        inputs = StackInputs(context, {}, rng_bits=rng_bits_BP)
-        return self.norm(self.stack(x_BPD, inputs)[0].hidden)
+        return x_BPD + table_SD[bucket_positions(images.row_col, images.grid, self.side)]
 
 
 class Vision(nnx.Module):
-    """Images -> features: `tower`, then `projector` on the m * m patches of each block."""
+    """Images -> features: `tower`, then `projector` on the m * m patches of each block, m being
+    `merge`."""
 
-    def __init__(
-        self,
-        config: VisionConfig,
-        merge: int,
-        num_features: int,
-        options: DecoderOptions,
-        rngs: nnx.Rngs,
-    ):
-        init = vision_init(config, options, rngs)
-        self.merge = merge
-        self.tower = Tower(config, options, rngs)
-        width = config.hidden_size * merge**2
-        self.projector = Linear(width, num_features, axes=("mlp", "embed"), init=init)
+    tower: Encoder
+    projector: nnx.Module
+    merge: int
 
-    def __call__(self, images: Images, noise: RowNoise | None) -> jax.Array:
-        """[B, F, D] features, F = P / (m m)."""
+    def __call__(
+        self, images: Images, noise: RowNoise | None
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Return features [B, F, D], F = P / (m m), and those for single layers of the text."""
         rows, patches = images.since.shape
         assert patches % self.merge**2 == 0, f"{patches} patches in blocks of {self.merge**2}"
         rng_bits_BP, count = None, patches // self.merge**2
@@ -167,8 +200,15 @@ class Vision(nnx.Module):
             rng_bits_BP = token_rng_bits(hash_bits(noise.rng_bits_B, PATCH_NOISE), patches)
             rng_bits_BF = token_rng_bits(hash_bits(noise.rng_bits_B, FEATURE_NOISE), count)
             set_rng_bits(self.projector, rng_bits_BF)
-        x_BPD = self.tower(images, rng_bits_BP)
-        return self.projector(x_BPD.reshape(rows, count, -1))
+        x_BPD, captured = self.tower(images, rng_bits_BP)
+        blocks = [x.reshape(rows, count, self.merge**2, -1) for x in (x_BPD, *captured)]
+        return self.project(blocks[0], blocks[1:])
+
+    @abstractmethod
+    def project(
+        self, x_BFMD: jax.Array, captured: Sequence[jax.Array]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        """Make features of the patches of each block, and of those of captured layers."""
 
     def forward_flops(self, images: Images) -> dict[str, float]:
         """FLOPs of a forward pass over host arrays, without padding, by part."""
@@ -184,6 +224,28 @@ class Vision(nnx.Module):
         }
 
 
+class TileVision(Vision):
+    """A `Tower`, and one matrix for the projector."""
+
+    def __init__(
+        self,
+        config: VisionConfig,
+        merge: int,
+        num_features: int,
+        options: DecoderOptions,
+        rngs: nnx.Rngs,
+    ):
+        init = vision_init(config, options, rngs)
+        self.merge = merge
+        self.tower = Tower(config, options, rngs)
+        width = config.hidden_size * merge**2
+        self.projector = Linear(width, num_features, axes=("mlp", "embed"), init=init)
+
+    @override
+    def project(self, x_BFMD, captured):
+        return self.projector(x_BFMD.reshape(*x_BFMD.shape[:2], -1)), ()
+
+
 def vision_init(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) -> LayerInit:
     """How the parameters of a tower are created."""
     param_dtype = jnp.dtype(options.param_dtype)
@@ -193,6 +255,18 @@ def vision_init(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) -
 def make_norm(config: VisionConfig, init: LayerInit) -> LayerNorm:
     """Build a norm of patches."""
     return LayerNorm(config.hidden_size, eps=config.layer_norm_eps, param_dtype=init.param_dtype)
+
+
+def make_stack(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) -> Stack:
+    """Build the layers of a tower, all alike."""
+    return Stack(
+        (LayerSpec(),) * config.num_hidden_layers,
+        lambda kind, rngs: make_block(config, options, rngs),
+        remat=options.remat,
+        scan=options.scan_layers,
+        only=options.only_layer,
+        rngs=rngs,
+    )
 
 
 def make_block(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) -> Block:

@@ -10,7 +10,7 @@ pytest.importorskip("torch", reason="parity needs torch, which this environment 
 import torch
 import transformers
 from test_models_families import make_torch, relative_error
-from tiny_vision import VISION, make_batch, pixel_values
+from tiny_vision import VISION, make_batch, processed
 
 from jaxtrain.adapters.attach import attach, cut_layers
 from jaxtrain.adapters.peft import load_trained, read_adapter, write_peft
@@ -69,7 +69,7 @@ def test_adapters_of_each_part_are_those_of_peft(case, tmp_path):
     with torch.no_grad():
         expected = adapted(
             input_ids=torch.tensor(np.asarray(batch.tokens)[:1].tolist()),
-            pixel_values=torch.from_numpy(pixel_values(images[:2])[None]),
+            pixel_values=torch.from_numpy(processed(VISION["smolvlm"], images[:2])["pixel_values"]),
         ).logits[0]
     model = rebuild({**split_model(loading.load(tmp_path / "base"))[0], **values})
     # float32 sums in another order.

@@ -15,7 +15,7 @@ import torch
 import transformers
 from flax import nnx
 from test_models_families import leaves, make_torch, read_flat, relative_error
-from tiny_vision import VISION, make_batch, pack_images, pixel_values
+from tiny_vision import IMAGE, VISION, make_batch, merge_of, pack_images, processed
 
 from jaxtrain.batch import IMAGE_SLOT
 from jaxtrain.distributed.feed import feed
@@ -70,12 +70,12 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     logits, grads = run(model, batch, probe)
     theirs.zero_grad()
     for sequence in sequences:
-        pixels = pixel_values([images[number] for number in sequence.images])
-        out = theirs(
-            input_ids=torch.from_numpy(tokens[sequence.row, sequence.places][None]).long(),
-            pixel_values=torch.from_numpy(pixels[None]),
-            use_cache=False,
-        ).logits[0]
+        ids = torch.from_numpy(tokens[sequence.row, sequence.places][None]).long()
+        inputs = processed(VISION[name], [images[number] for number in sequence.images])
+        inputs = {key: torch.from_numpy(value) for key, value in inputs.items()}
+        if "image_grid_thw" in inputs:
+            inputs["mm_token_type_ids"] = (ids == IMAGE).int()
+        out = theirs(input_ids=ids, use_cache=False, **inputs).logits[0]
         ours = logits[sequence.row, sequence.places]
         assert relative_error(ours, out.detach().numpy()) < 1e-5, sequence
         seen = sequence.seen
@@ -110,9 +110,10 @@ def test_text_alone_runs_no_tower():
 
 
 @pytest.mark.slow
-def test_branches_packed_and_alone_are_equal_on_every_mesh():
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3_vl"])
+def test_branches_packed_and_alone_are_equal_on_every_mesh(name):
     """In float64, so that nothing but the order of sums differs; scanned and layer by layer."""
-    raw = VISION["smolvlm"]
+    raw = VISION[name]
     with jax.enable_x64(True):
         config = families.config_from_hf(raw)
         wide = {"param_dtype": "float64", "dtype": "float64"}
@@ -138,7 +139,7 @@ def test_branches_packed_and_alone_are_equal_on_every_mesh():
                 until=jnp.full((1, 48), 48, jnp.int32),
                 weights={},
                 streams={IMAGE_SLOT: jnp.asarray(slots)},
-                images=pack_images([own], 5, 2, 72),
+                images=pack_images([own], raw["vision_config"]["patch_size"], merge_of(raw), 72),
             )
             expected = model.logits(model.hidden(alone).hidden)[0, : len(sequence.places)]
             actual = logits[sequence.row, sequence.places]

@@ -44,8 +44,47 @@ VISION = {
         "scale_factor": 3,
         "tie_word_embeddings": True,
     },
+    "qwen3_vl": {
+        "model_type": "qwen3_vl",
+        "text_config": {
+            **TEXT,
+            "model_type": "qwen3_vl_text",
+            "num_hidden_layers": 3,
+            "head_dim": 16,
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [3, 3, 2],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl_vision",
+            "hidden_size": 24,
+            "intermediate_size": 40,
+            "depth": 4,
+            "num_heads": 3,
+            "patch_size": 5,
+            "spatial_merge_size": 2,
+            "out_hidden_size": 32,
+            "num_position_embeddings": 25,
+            "deepstack_visual_indexes": [1, 3],
+            "initializer_range": 0.1,
+        },
+        "image_token_id": IMAGE,
+        "tie_word_embeddings": True,
+    },
 }
 """The side of a tile is 6 patches, with some pixels to spare."""
+SQUARES = ((6, 6), (6, 6), (6, 6), (6, 6), (4, 4))
+SHAPES = {
+    "smolvlm": SQUARES,
+    "idefics3": (*SQUARES[:4], (3, 3)),
+    "qwen3_vl": ((4, 8), (6, 4), (6, 4), (2, 16), (4, 2)),
+}
+"""Rows and columns of patches of the images of `make_batch`."""
 VALUES = ((np.arange(256) / 255).astype(np.float32)[:, None] - np.float32(0.5)) / np.float32(
     [0.5, 0.4, 0.3]
 )
@@ -64,10 +103,15 @@ class Sequence:
     """Numbers of its images."""
 
 
-def draw_images(sides, patch: int) -> list[np.ndarray]:
-    """uint8 [H, W, 3] of squares of so many patches a side."""
+def draw_images(shapes, patch: int) -> list[np.ndarray]:
+    """uint8 [H, W, 3] of so many rows and columns of patches."""
     rng = np.random.default_rng(7)
-    return [rng.integers(0, 256, (n * patch, n * patch, 3), np.uint8) for n in sides]
+    return [rng.integers(0, 256, (h * patch, w * patch, 3), np.uint8) for h, w in shapes]
+
+
+def merge_of(raw) -> int:
+    """Patches along a side of the block of a feature."""
+    return raw.get("scale_factor") or raw["vision_config"]["spatial_merge_size"]
 
 
 def pack_images(rows, patch: int, merge: int, length: int) -> Images:
@@ -102,18 +146,16 @@ def make_batch(raw) -> tuple[Batch, list[Sequence], list[np.ndarray]]:
     """[2, 48], its branches, its images. One row is a document with two images. The other is a
     prefix with an image, a branch with one and a branch without, and a document with a smaller one.
     """
-    merge, patch = raw["scale_factor"], raw["vision_config"]["patch_size"]
-    small = 6 - merge
-    images = draw_images((6, 6, 6, 6, small), patch)
-    T, many, few = 48, (6 // merge) ** 2, (small // merge) ** 2
+    merge, patch = merge_of(raw), raw["vision_config"]["patch_size"]
+    shapes = SHAPES[raw["model_type"]]
+    images, T = draw_images(shapes, patch), 48
+    counts = [h * w // merge**2 for h, w in shapes]
     tokens = np.random.default_rng(1).integers(6, 97, (2, T)).astype(np.int32)
     slots = np.full((2, T), -1, np.int32)
-    for row, start, first, count in (
-        *((0, 3, 0, many), (0, 20, many, many)),
-        *((1, 2, 0, many), (1, 19, many, many), (1, 41, 2 * many, few)),
-    ):
-        tokens[row, start : start + count] = IMAGE
-        slots[row, start : start + count] = np.arange(first, first + count)
+    for number, (row, start) in enumerate([(0, 3), (0, 20), (1, 2), (1, 19), (1, 41)]):
+        stop, first = start + counts[number], sum(counts[2 if row else 0 : number])
+        tokens[row, start:stop] = IMAGE
+        slots[row, start:stop] = np.arange(first, first + counts[number])
     positions = np.tile(np.arange(T, dtype=np.int32), (2, 1))
     prev = positions - 1
     until = np.full((2, T), T, np.int32)
@@ -137,6 +179,18 @@ def make_batch(raw) -> tuple[Batch, list[Sequence], list[np.ndarray]]:
     return batch, sequences, images
 
 
-def pixel_values(images) -> np.ndarray:
-    """float32 [n, 3, H, W] as a processor of transformers would make them."""
-    return np.stack([VALUES[image, np.arange(3)] for image in images]).transpose(0, 3, 1, 2)
+def processed(raw, images) -> dict[str, np.ndarray]:
+    """Arguments of the model of transformers as its processor would make them."""
+    pixels = [VALUES[image, np.arange(3)].transpose(2, 0, 1) for image in images]
+    if "spatial_merge_size" not in raw["vision_config"]:
+        return {"pixel_values": np.stack(pixels)[None]}
+    patch, merge, rows, grids = raw["vision_config"]["patch_size"], merge_of(raw), [], []
+    for image in pixels:
+        high, wide = (size // patch for size in image.shape[1:])
+        grids.append([1, high, wide])
+        blocks = np.stack([image, image], 1).reshape(
+            *(3, 2, high // merge, merge, patch, wide // merge, merge, patch)
+        )
+        blocks = blocks.transpose(2, 5, 3, 6, 0, 1, 4, 7)
+        rows.append(blocks.reshape(high * wide, -1))
+    return {"pixel_values": np.concatenate(rows), "image_grid_thw": np.array(grids)}

@@ -1,0 +1,232 @@
+"""The tower of Qwen3-VL and Qwen3.5: images of any size, positions between those of a learned
+grid, rotations by row and column, and features for the first layers of the text (DeepStack: Meng
+et al. 2024, arXiv:2406.04334).
+
+Shapes: as in vision.py; M patches of a block.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from typing_extensions import override
+
+from jaxtrain.batch import Images
+from jaxtrain.distributed.sharding import gathered
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.ops import (
+    Flattened,
+    ParameterEntry,
+    PermutedRows,
+    StackedOps,
+    TensorOp,
+    TensorRef,
+    Transpose,
+)
+from jaxtrain.layers.linear import LayerInit, Linear
+from jaxtrain.layers.norm import LayerNorm
+from jaxtrain.layers.rope import Angles
+from jaxtrain.models.decoder import DecoderOptions
+from jaxtrain.models.vision import (
+    Encoder,
+    PatchEmbedding,
+    Vision,
+    VisionConfig,
+    look_up_values,
+    make_stack,
+    vision_init,
+)
+
+FRAMES = 2
+"""Frames that a patch of a video spans; an image is the same frame twice."""
+LINEARS = {"q": 0, "k": 1, "v": 2}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenTowerConfig(VisionConfig):
+    """Its keys of `vision_config`."""
+
+    renamed: ClassVar[Mapping[str, str]] = {
+        "num_hidden_layers": "depth",
+        "num_attention_heads": "num_heads",
+    }
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "in_channels": (3,),
+        "temporal_patch_size": (FRAMES,),
+    }
+    spatial_merge_size: int
+    out_hidden_size: int
+    num_position_embeddings: int
+    deepstack_visual_indexes: tuple[int, ...]
+    rope: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    @override
+    def side(self) -> int:
+        return int(self.num_position_embeddings**0.5)
+
+    @override
+    def check(self) -> None:
+        super().check()
+        head, layers = self.hidden_size // self.num_attention_heads, self.deepstack_visual_indexes
+        if head % 4:
+            raise UserError(
+                f"config.json: vision_config: heads of {head} dims; rows and columns turn pairs of"
+                " a half each, which needs a multiple of 4"
+            )
+        if self.side**2 != self.num_position_embeddings:
+            raise UserError(
+                f"config.json: vision_config.num_position_embeddings={self.num_position_embeddings}"
+                " is no square"
+            )
+        if list(layers) != sorted({*layers}) or (layers and layers[-1] >= self.num_hidden_layers):
+            raise UserError(
+                f"config.json: vision_config.deepstack_visual_indexes={list(layers)} must ascend,"
+                f" below depth={self.num_hidden_layers}"
+            )
+
+
+class QwenTower(Encoder):
+    """Patches, positions between those of the learned grid, layers with rotations."""
+
+    def __init__(self, config: QwenTowerConfig, options: DecoderOptions, rngs: nnx.Rngs):
+        init = vision_init(config, options, rngs)
+        width, self.side = config.hidden_size, config.side
+        self.patch = PatchEmbedding(3 * config.patch_size**2, width, frames=FRAMES, init=init)
+        shape = (self.side**2, width)
+        self.position_table = nnx.Param(init.normal(shape), axes=(None, "embed"))
+        self.stack = make_stack(config, options, rngs)
+        self.capture = config.deepstack_visual_indexes
+        self.dims = width // config.num_attention_heads // 2
+        self.theta = float(dict(config.rope).get("rope_theta", 1e4))
+
+    @override
+    def embed(self, images: Images) -> jax.Array:
+        x_BPD = self.patch(look_up_values(images))
+        table_SD, last = gathered(self.position_table, x_BPD.dtype), self.side - 1
+        # Corner on corner, as torch interpolates with align_corners.
+        wide = jnp.promote_types(x_BPD.dtype, jnp.float32)
+        count_BP2 = jnp.maximum(images.grid - 1, 1).astype(wide)
+        place_BP2 = images.row_col.astype(wide) * last / count_BP2
+        low_BP2 = jnp.floor(place_BP2).astype(jnp.int32)
+        share_BP2 = place_BP2 - low_BP2
+        ends = [(low_BP2, 1 - share_BP2), (jnp.minimum(low_BP2 + 1, last), share_BP2)]
+        for row_BP2, row_share_BP2 in ends:
+            for col_BP2, col_share_BP2 in ends:
+                index_BP = row_BP2[..., 0] * self.side + col_BP2[..., 1]
+                share_BP = (row_share_BP2[..., 0] * col_share_BP2[..., 1]).astype(x_BPD.dtype)
+                x_BPD = x_BPD + table_SD[index_BP] * share_BP[..., None]
+        return x_BPD
+
+    @override
+    def turn(self, images: Images) -> Mapping[str, Angles]:
+        wide = jnp.promote_types(self.patch.dtype, jnp.float32)
+        powers = jnp.arange(0, self.dims, 2, dtype=wide) / self.dims
+        angle_BP2R = images.row_col[..., None].astype(wide) / self.theta**powers
+        angle_BPR = angle_BP2R.reshape(*angle_BP2R.shape[:2], -1)
+        return {"default": Angles(jnp.cos(angle_BPR), jnp.sin(angle_BPR))}
+
+
+class Merger(nnx.Module):
+    """[..., M, D] -> [..., out]: norm, the patches of a block side by side, two matrices with GELU
+    between; joined: the norm is over all patches of the block."""
+
+    def __init__(self, config: QwenTowerConfig, init: LayerInit, joined: bool = False):
+        width = config.hidden_size * config.spatial_merge_size**2
+        norm_width = width if joined else config.hidden_size
+        eps = config.layer_norm_eps
+        self.joined = joined
+        self.norm = LayerNorm(norm_width, eps=eps, param_dtype=init.param_dtype)
+        self.up = Linear(width, width, axes=("embed", "mlp"), use_bias=True, init=init)
+        out = config.out_hidden_size
+        self.down = Linear(width, out, axes=("mlp", "embed"), use_bias=True, init=init)
+
+    def __call__(self, x_BFMD: jax.Array) -> jax.Array:
+        flat = (*x_BFMD.shape[:-2], -1)
+        x_BFD = self.norm(x_BFMD.reshape(flat) if self.joined else x_BFMD).reshape(flat)
+        return self.down(jax.nn.gelu(self.up(x_BFD), approximate=False))
+
+
+class Projector(nnx.Module):
+    """The merger of the last layer, and one for each layer in `deepstack_visual_indexes`."""
+
+    def __init__(self, config: QwenTowerConfig, init: LayerInit):
+        self.merger = Merger(config, init)
+        count = len(config.deepstack_visual_indexes)
+        self.deep = nnx.List([Merger(config, init, joined=True) for _ in range(count)])
+
+
+class QwenVision(Vision):
+    """`QwenTower` and `Projector`."""
+
+    projector: Projector
+
+    def __init__(self, config: QwenTowerConfig, options: DecoderOptions, rngs: nnx.Rngs):
+        self.merge = config.spatial_merge_size
+        self.tower = QwenTower(config, options, rngs)
+        self.projector = Projector(config, vision_init(config, options, rngs))
+
+    @override
+    def project(
+        self, x_BFMD: jax.Array, captured: Sequence[jax.Array]
+    ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+        deep = zip(self.projector.deep, captured, strict=True)
+        return self.projector.merger(x_BFMD), tuple(merger(x) for merger, x in deep)
+
+
+def qwen_tower_names(config: QwenTowerConfig, root: str) -> list[ParameterEntry]:
+    """Entries of tower and projector; root: of their tensors."""
+    layers, size, width = range(config.num_hidden_layers), config.patch_size, config.hidden_size
+    entries = [
+        ParameterEntry(
+            "tower.patch.kernel",
+            Transpose(Flattened(f"{root}patch_embed.proj.weight", (3, FRAMES, size, size))),
+        ),
+        ParameterEntry("tower.patch.bias", TensorRef(f"{root}patch_embed.proj.bias")),
+        ParameterEntry("tower.position_table", TensorRef(f"{root}pos_embed.weight")),
+    ]
+
+    def stack(param: str, make: Any) -> None:
+        ops: tuple[TensorOp, ...] = tuple(make(f"{root}blocks.{layer}.") for layer in layers)
+        entries.append(ParameterEntry(f"tower.stack.block.{param}", StackedOps(ops)))
+
+    for name, place in LINEARS.items():
+        rows = ((place * width, width),)
+        stack(
+            f"attention.{name}.kernel",
+            lambda at, rows=rows: Transpose(
+                PermutedRows(f"{at}attn.qkv.weight", 0, rows, 3 * width)
+            ),
+        )
+        stack(
+            f"attention.{name}.bias",
+            lambda at, rows=rows: PermutedRows(f"{at}attn.qkv.bias", 0, rows, 3 * width),
+        )
+    for param, name in (
+        ("attention.out", "attn.proj"),
+        ("mlp.up", "mlp.linear_fc1"),
+        ("mlp.down", "mlp.linear_fc2"),
+    ):
+        stack(f"{param}.kernel", lambda at, name=name: Transpose(TensorRef(f"{at}{name}.weight")))
+        stack(f"{param}.bias", lambda at, name=name: TensorRef(f"{at}{name}.bias"))
+    for param, name in (("attention_norm", "norm1"), ("mlp_norm", "norm2")):
+        stack(f"{param}.scale", lambda at, name=name: TensorRef(f"{at}{name}.weight"))
+        stack(f"{param}.bias", lambda at, name=name: TensorRef(f"{at}{name}.bias"))
+    mergers = {"projector.merger": f"{root}merger"}
+    for index in range(len(config.deepstack_visual_indexes)):
+        mergers[f"projector.deep.{index}"] = f"{root}deepstack_merger_list.{index}"
+    for path, module in mergers.items():
+        entries += [
+            ParameterEntry(f"{path}.norm.scale", TensorRef(f"{module}.norm.weight")),
+            ParameterEntry(f"{path}.norm.bias", TensorRef(f"{module}.norm.bias")),
+        ]
+        for part, name in (("up", "linear_fc1"), ("down", "linear_fc2")):
+            kernel = Transpose(TensorRef(f"{module}.{name}.weight"))
+            entries += [
+                ParameterEntry(f"{path}.{part}.kernel", kernel),
+                ParameterEntry(f"{path}.{part}.bias", TensorRef(f"{module}.{name}.bias")),
+            ]
+    return [ParameterEntry(f"vision.{entry.param}", entry.op) for entry in entries]
