@@ -69,7 +69,9 @@ def interleave_axes(pairs: int, section: Any) -> tuple[int, ...]:
     """Return what each pair of dims turns by, 0 time, 1 row, 2 column, in turn as long as section
     [time, row, column] of them last. Raises UserError for another section."""
     if len(section) != 3 or any(type(n) is not int or n < 0 for n in section):
-        raise UserError(f"config.json: mrope_section={list(section)} must be three numbers of pairs")
+        raise UserError(
+            f"config.json: mrope_section={list(section)} must be three numbers of pairs"
+        )
     return tuple(
         pair % 3 if pair % 3 and pair < 3 * section[pair % 3] else 0 for pair in range(pairs)
     )
