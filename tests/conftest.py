@@ -2,12 +2,16 @@
 
 import atexit
 import gc
+import importlib
 import os
 import shutil
+import sys
 import tempfile
 import threading
 from importlib.metadata import version
+from pathlib import Path
 
+import pytest
 from hypothesis import settings
 
 # The older of two ways to emit fused loops compiles in a quarter of the time. New jaxlibs have only
@@ -71,3 +75,24 @@ gc.set_threshold(50_000, 20, 50)
 settings.register_profile("repeat")
 settings.register_profile("search", max_examples=1000)
 settings.load_profile("repeat")
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    from jaxtrain.data.chat.template import load_tokenizer
+
+    return load_tokenizer("builtin")
+
+
+@pytest.fixture(scope="module")
+def benchmarks(request):
+    """Modules of benchmarks/ that the test's module lists as NAMES; scripts are no package."""
+    pytest.importorskip("torch")
+    folder = str(Path(__file__).parents[1] / "benchmarks")
+    sys.path.insert(0, folder)
+    before = set(sys.modules)
+    yield {name: importlib.import_module(name) for name in request.module.NAMES}
+    sys.path.remove(folder)
+    for name in set(sys.modules) - before:
+        if folder in (getattr(sys.modules[name], "__file__", None) or ""):
+            del sys.modules[name]

@@ -1,12 +1,15 @@
 """NF4 over whole tensors: an independent bitsandbytes, folders of both forms, merging."""
 
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families_experts import FAMILIES
+from families_gptoss import FAMILIES as GPT_OSS
+from test_adapters_experts import BATCH, SIZES, WIDE, open_model
+from test_adapters_nf4 import plain_round_trip
+from tiny_models import RAW, compute_logits
+from tiny_models import SIZES as TINY
 
 from jaxtrain.adapters import nf4
 from jaxtrain.adapters.fused import find_tensors
@@ -18,14 +21,6 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import full_index
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.models import build, families, loading, saving
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from families_experts import FAMILIES
-from families_gptoss import FAMILIES as GPT_OSS
-from test_adapters_experts import BATCH, SIZES, WIDE, open_model
-from test_adapters_nf4 import plain_round_trip
-from tiny_models import RAW, compute_logits
-from tiny_models import SIZES as TINY
 
 # 384 blocks a matrix: groups of 256 reach from one expert into the next, and from gate into up.
 BASES = {

@@ -1,9 +1,7 @@
 """LoRA and DoRA in the slots of a model: identity at the start, formulas, split, meshes."""
 
 import functools
-import sys
 from collections import Counter
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import optax
 import pytest
 from flax import nnx
 from jax._src.ad_checkpoint import saved_residuals
+from test_core_step import ARCHITECTURE, documents_batch, regroup
 
 from jaxtrain.adapters.attach import attach, draw_trained, without_adapters
 from jaxtrain.adapters.lora import DoRA, column_norms
@@ -26,9 +25,6 @@ from jaxtrain.distributed.sharding import shardings
 from jaxtrain.errors import UserError
 from jaxtrain.models import build, families
 from jaxtrain.models.parameters import name_path, split_model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "methods"))
-from test_core_step import ARCHITECTURE, documents_batch, regroup
 
 CONFIG = families.config_from_hf(ARCHITECTURE)
 LINEARS = find_linears(CONFIG)

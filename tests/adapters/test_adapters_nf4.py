@@ -1,13 +1,12 @@
 """NF4 and int8: the published numbers, independent round trips, models that compute with them."""
 
-import sys
 import zlib
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import RAW, compute_logits, documents, pack
 
 from jaxtrain.adapters import nf4
 from jaxtrain.adapters.attach import attach
@@ -21,9 +20,6 @@ from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from tiny_models import RAW, compute_logits, documents, pack
 
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 16}
 
@@ -144,7 +140,10 @@ def test_a_quantized_model_is_its_merged_folder(kind, tmp_path):
     assert np.abs(logits(loading.load(tmp_path / "plain")) - actual_values).max() > 1e-3 * scale
 
 
-@pytest.mark.parametrize(("kind", "bits"), [("nf4", (4.1, 4.3)), ("int8", (8.0, 8.5))])
+@pytest.mark.parametrize(
+    ("kind", "bits"),
+    [("nf4", (4.1, 4.3)), pytest.param("int8", (8.0, 8.5), marks=pytest.mark.slow)],
+)
 def test_gradients_pass_through_and_weights_are_counted(kind, bits, tmp_path):
     config, adapter, trained, frozen, rebuild = quantized_model(tmp_path, kind)
     batch = pack([[row] for row in documents(4, 30, 30)], 30)

@@ -1,37 +1,17 @@
 """The benchmark of experts in NF4: PyTorch's side computes the same loss and gradients."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_adapters_experts import open_model
+from tiny_models import documents, pack
 
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.models import build, families, saving
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from test_adapters_experts import open_model
-from tiny_models import documents, pack
-
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("step_work", "peers.experts_nf4", "peers.experts")
 LENGTH = 40
-
-
-@pytest.fixture(scope="module")
-def benchmarks():
-    """The modules by name; scripts are no package."""
-    pytest.importorskip("torch")
-    sys.path.insert(0, str(FOLDER))
-    before = set(sys.modules)
-    yield {name: importlib.import_module(name) for name in NAMES}
-    sys.path.remove(str(FOLDER))
-    for name in set(sys.modules) - before:
-        if str(FOLDER) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
 
 
 @pytest.mark.slow

@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import json
 import shutil
-import sys
 import tempfile
 from pathlib import Path
 
@@ -13,7 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families_attn import FAMILIES
+from families_gemma import FAMILIES as GEMMA4
 from safetensors.numpy import load_file, save_file
+from tiny_models import RAW, SIZES, compute_logits, documents, pack
 
 from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.merge import merge_adapter
@@ -30,11 +32,6 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from families_attn import FAMILIES
-from families_gemma import FAMILIES as GEMMA4
-from tiny_models import RAW, SIZES, compute_logits, documents, pack
 
 RAW = RAW | {name: {**SIZES, **GEMMA4[name]} for name in ("gemma4_moe", "gemma4_per_layer")}
 

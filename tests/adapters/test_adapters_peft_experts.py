@@ -1,25 +1,21 @@
 """Pairs for all experts of a layer, as PEFT's ParamWrapper has them: out, in, and merged."""
 
 import json
-import sys
 import warnings
-from pathlib import Path
 
 import numpy as np
 import pytest
+from families_gemma import FAMILIES as GEMMA
+from families_gptoss import FAMILIES
 from safetensors.numpy import load_file
 from test_adapters_peft import TOKENS, make_params, our_logits
+from tiny_models import RAW, SIZES, compute_logits, pack
 
 from jaxtrain.adapters.merge import merge_adapter
 from jaxtrain.adapters.peft import load_trained, read_adapter, write_peft
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.errors import UserError
 from jaxtrain.models import build, families, loading, saving
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from families_gemma import FAMILIES as GEMMA
-from families_gptoss import FAMILIES
-from tiny_models import RAW, SIZES, compute_logits, pack
 
 CONFIGS = {
     "gpt_oss": {**SIZES, **FAMILIES["gpt_oss"]},  # [in, out] matrices, gate and up in turns

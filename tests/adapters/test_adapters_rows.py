@@ -1,7 +1,6 @@
 """Tokens added beside an adapter: rows that train, PEFT's folders of them, merged tables."""
 
 import json
-import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -9,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny_models import compute_logits, pack
 
 from jaxtrain.adapters.attach import without_adapters
 from jaxtrain.adapters.merge import merge_adapter
@@ -20,9 +20,6 @@ from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from tiny_models import compute_logits, pack
 
 ARCHITECTURE = {
     **{"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "vocab_size": 512},

@@ -1,23 +1,19 @@
 """The balance of experts: transformers' number for one row, and the same step however it is cut."""
 
 import functools
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jaxtrain_kernels import Context
+from tiny_models import RAW, documents, pack
 
 from jaxtrain.core.losses.balance import Balance, measure_balance, move_biases, with_balance
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.layers.router import RoutingOptions, choose
 from jaxtrain.layers.router_notes import note_choice
 from jaxtrain.models import build, families
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from tiny_models import RAW, documents, pack
 
 L, T, E, TOP = 3, 40, 6, 2
 ALL = Balance(aux=0.1, sequence=0.1, z=0.1)

@@ -1,10 +1,8 @@
 """Averages, work counts and MFU against brute force."""
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from tiny_models import RAW
 
 from jaxtrain.batch import Batch
 from jaxtrain.core.metrics import (
@@ -18,9 +16,6 @@ from jaxtrain.core.metrics import (
 from jaxtrain.core.step_metrics import ExpertOverflowWarning, ZeroGradientWarning
 from jaxtrain.methods.rl.round_metrics import SilentRewardWarning
 from jaxtrain.models import build, families
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from tiny_models import RAW
 
 
 def test_pairs_add_and_average_by_name():

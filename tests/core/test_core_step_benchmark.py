@@ -1,10 +1,7 @@
 """The benchmark of whole steps: its work is what it says, and PyTorch's side is the same model."""
 
 import gzip
-import importlib
 import json
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -16,21 +13,7 @@ from jaxtrain.layers.rope import frequencies
 from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("step_work", "peers.train_step", "train_step", "gpu_profile", "loss_parity")
-
-
-@pytest.fixture(scope="module")
-def benchmarks():
-    """The modules by name; scripts are no package."""
-    pytest.importorskip("torch")
-    sys.path.insert(0, str(FOLDER))
-    before = set(sys.modules)
-    yield {name: importlib.import_module(name) for name in NAMES}
-    sys.path.remove(str(FOLDER))
-    for name in set(sys.modules) - before:
-        if str(FOLDER) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
 
 
 def test_the_works_are_those_of_the_recorded_peers(benchmarks):

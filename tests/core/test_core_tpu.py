@@ -60,7 +60,7 @@ def make_arguments(architecture=ARCHITECTURE, rows=4, length=256):
     "architecture, sizes",
     [
         (ARCHITECTURE, {}),
-        (ARCHITECTURE, {"data": 2, "fsdp": 2}),
+        pytest.param(ARCHITECTURE, {"data": 2, "fsdp": 2}, marks=pytest.mark.slow),
         (ARCHITECTURE, {"context": 2, "tensor": 2}),
         (EXPERTS, {"fsdp": 2}),
     ],

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.messages import MAX_TEXT, MalformedRow, read_messages, read_tools
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.preference_row import COLUMNS as COLUMNS_OF_PAIRS
 from jaxtrain.data.comparisons.preferences import RankedReader
@@ -30,11 +29,6 @@ TRIES = settings(
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 @pytest.fixture(scope="module")

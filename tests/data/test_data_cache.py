@@ -30,11 +30,6 @@ from jaxtrain.methods.trees.data import Trees
 STEP = {"seed": 5, "rows_per_microstep": 2, "microsteps": 1}
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
-
-
 def make_data(tmp_path, texts=("one", "1" * 99, "two", None), **changes):
     path = tmp_path / "x.jsonl"
     path.write_text("".join(json.dumps({"prompt": "q", "completion": t}) + "\n" for t in texts))

@@ -27,11 +27,6 @@ QWEN3 = Path(__file__).with_name("qwen3.jinja")
 SPELLED = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
-
-
 def odd_tokenizers():
     """Tokenizers whose pieces depend on what stands beside them, and ordinary ones."""
     yield load_tokenizer("builtin", str(QWEN3))

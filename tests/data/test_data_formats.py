@@ -21,11 +21,6 @@ DATA = Path(os.environ.get("JAXTRAIN_TEST_DATA", ROOT.parent / "shared" / "data"
 HEADER = "<|im_start|>assistant\n"
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
-
-
 def tokenize(tokenizer, row, length=512, too_long="drop", **dataset):
     row_tokenizer = RowTokenizer(DatasetConfig(path="x", **dataset), tokenizer, length, too_long)
     results = row_tokenizer(row, "x row 1")

@@ -10,7 +10,6 @@ import pytest
 
 from jaxtrain.batch import check_batch
 from jaxtrain.config import DataConfig, DatasetConfig
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.packing.tree import Tree
 from jaxtrain.data.pipeline import eval_batches, open_source, plan_steps
 from jaxtrain.data.preview import describe_trees
@@ -24,11 +23,6 @@ TREES = DatasetConfig(
     options={"num_rows": 7, "think_len": [2, 9], "response_len": [1, 8], "vocab_size": 90},
 )
 STEP = {"seed": 5, "rows_per_microstep": 2, "microsteps": 1}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 def make_data(*datasets, **changes):

@@ -31,11 +31,6 @@ DATA = Path(os.environ.get("JAXTRAIN_TEST_DATA", ROOT.parent / "shared" / "data"
 ASKED = "<|im_start|>user\nHow?<|im_end|>\n<|im_start|>assistant\n"
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
-
-
 def log(role, content, **extra):
     return {"role": role, "content": content, **extra}
 

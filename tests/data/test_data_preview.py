@@ -5,13 +5,7 @@ import pytest
 from rich.console import Console
 
 from jaxtrain.data import preview
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.sample import Dropped, Sample
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 def sample(tokenizer, pieces, origin="a.jsonl line 3"):

@@ -10,7 +10,6 @@ import pytest
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow, read_messages
 from jaxtrain.data.chat.rows import Row, normalize_row, read_prompt
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.preview import plain_text
 from jaxtrain.data.sample import Sample
@@ -19,11 +18,6 @@ from jaxtrain.environments.single_turn import SingleTurn
 
 ASK = {"role": "user", "content": "hi"}
 CALL = {"name": "add", "arguments": {"a": 1}}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 def read(tokenizer, row, **options):

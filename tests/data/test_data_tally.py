@@ -5,7 +5,6 @@ import json
 import pytest
 
 from jaxtrain.config import DataConfig, DatasetConfig
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.counts import Counts, count_items, count_metrics, describe_counts
 from jaxtrain.data.pipeline import eval_batches, open_source, plan_steps
 from jaxtrain.data.sequences import Sequences
@@ -13,11 +12,6 @@ from jaxtrain.data.sources.order import Order
 from jaxtrain.errors import UserError
 
 STEP = {"seed": 3, "rows_per_microstep": 1, "microsteps": 1}
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 def make_data(tmp_path, texts, **changes):

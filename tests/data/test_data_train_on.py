@@ -5,7 +5,6 @@ from pydantic import ValidationError
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.rows import Row
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.preferences import RankedReader
 
@@ -16,11 +15,6 @@ TALK = [
     {"role": "tool", "content": "T"},
     {"role": "assistant", "content": "B"},
 ]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 def mark(tokenizer, tokens, weights):

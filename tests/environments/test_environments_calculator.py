@@ -5,7 +5,6 @@ import pytest
 
 from jaxtrain.config import SamplingConfig
 from jaxtrain.data.chat.messages import read_messages
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.sources.calculator import CalculatorRows
 from jaxtrain.environments import calculator
 from jaxtrain.environments.calculator import CalculatorEnv, evaluate
@@ -117,11 +116,6 @@ def test_no_tool_call():
 )
 def test_check_answer(text, right):
     assert calculator.check_answer(text, "46") is right
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 class Player:

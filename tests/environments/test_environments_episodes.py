@@ -38,11 +38,6 @@ class Script:
         return Completion(tokens, logprobs, self.finish_reason, [3] * len(tokens))
 
 
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
-
-
 def play(env, row, engine):
     return asyncio.run(env.run(row, engine, SAMPLING, 11))
 

@@ -9,7 +9,6 @@ from fake_gym import FakeGym
 
 from jaxtrain.config import EnvConfig, SamplingConfig, validate_config
 from jaxtrain.config.gym import GymConfig
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.environments import gym_servers
 from jaxtrain.environments.guarded import GuardedEnv, open_guarded
 from jaxtrain.environments.gym_config import (
@@ -51,11 +50,6 @@ ROW = {
 @pytest.fixture(autouse=True)
 def fast(monkeypatch):
     monkeypatch.setattr(gym_servers, "POLL_SECONDS", 0.01)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 def open_env(fake, tokenizer, row_tokens=400, **env):

@@ -18,7 +18,6 @@ import pytest
 
 from jaxtrain.config import EnvConfig, SamplingConfig
 from jaxtrain.config.gym import GymConfig
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.sources.calculator import CalculatorRows
 from jaxtrain.environments.guarded import open_guarded
 from jaxtrain.environments.gym_config import find_free_port, find_packages
@@ -45,11 +44,6 @@ pytestmark = [
 def call(name, **arguments):
     actual = json.dumps({"name": name, "arguments": arguments})
     return f"<think>I need {name}.</think>\n<tool_call>{actual}</tool_call>"
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,6 @@ import regex
 from jaxtrain.batch import Batch
 from jaxtrain.config import SamplingConfig
 from jaxtrain.config.task import StructuredOutputs
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.generation.local.constraints import Grammars
 from jaxtrain.generation.local.sampler import LocalSampler
@@ -51,11 +50,6 @@ SCHEMA = {
     "x-guidance": {"whitespace_flexible": False},
 }
 PROMPTS = [[5, 9, 11], [7, 3, 2], [4, 8, 12]]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 @pytest.fixture(scope="module")

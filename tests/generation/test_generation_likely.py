@@ -15,7 +15,6 @@ from test_generation_vllm import opened
 
 from jaxtrain.config import SamplingConfig
 from jaxtrain.config.task import StructuredOutputs
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.environments.policy_server import PolicyServer
 from jaxtrain.generation.episode_engine import EpisodeEngine
 from jaxtrain.generation.local.engine import LocalEngine
@@ -25,11 +24,6 @@ from jaxtrain.models import build, families
 TOP, TEMPERATURE = 4, 0.7
 ASK = [{"role": "user", "content": "2 + 2?"}]
 SAMPLING = SamplingConfig(temperature=TEMPERATURE, max_new_tokens=6, seed=1)
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 @pytest.fixture(scope="module")

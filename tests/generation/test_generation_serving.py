@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from serving_toy import WatchedScript, serving
 
 from jaxtrain.cli.serve import read_key, require_key
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.sources.calculator import TOOLS
 from jaxtrain.environments.text_stream import Detokenizer, TextStream
 from jaxtrain.errors import UserError
@@ -20,11 +19,6 @@ from jaxtrain.main import main
 CHAT, COMPLETE = "/v1/chat/completions", "/v1/completions"
 ASK = [{"role": "user", "content": "What is 2 + 2?"}]
 CALL = '<tool_call>{"name": "calculator", "arguments": {"expression": "2 + 2"}}</tool_call>'
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 @pytest.fixture(scope="module")

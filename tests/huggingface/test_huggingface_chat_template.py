@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface import chat_template
 from jaxtrain.huggingface.chat_template import TemplateFailed, render
@@ -24,11 +23,6 @@ MESSAGES = [
     {"role": "assistant", "content": "B"},
 ]
 TOOLS = [{"type": "function", "function": {"name": "f", "description": "d", "parameters": {}}}]
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 def with_template(tokenizer, text):

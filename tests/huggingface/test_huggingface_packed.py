@@ -3,8 +3,6 @@ exports without the packing; storage of the same numbers beside an adapter."""
 
 import json
 import shutil
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny_models import SIZES, documents, pack
 
 from jaxtrain.adapters.attach import attach
 from jaxtrain.adapters.mxfp4 import dequantize_mxfp4, quantize_mxfp4
@@ -24,9 +23,6 @@ from jaxtrain.huggingface.copy import copy_folder
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
-from tiny_models import SIZES, documents, pack
 
 RAW = {
     **SIZES,

@@ -22,7 +22,6 @@ from jaxtrain.huggingface.safetensors import SafetensorsFolder, write_folder
 from jaxtrain.main import main
 from jaxtrain.models import build, families, loading
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "models"))
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from doors import run_verb
 from tiny_models import RAW, SIZES

@@ -1,9 +1,5 @@
 """The benchmark of draft training: PyTorch's side is the same work, to float32 rounding."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,22 +15,8 @@ from jaxtrain.methods.drafts.eagle3_method import label_guesses
 from jaxtrain.models import build, dflash, eagle3, families
 from jaxtrain.models.parameters import split_model
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("step_work", "peers.drafts", "draft")
 T, SLOTS, ANCHORS, CAPTURE = 48, 4, 6, (0, 3)
-
-
-@pytest.fixture(scope="module")
-def benchmarks():
-    """The modules by name; scripts are no package."""
-    pytest.importorskip("torch")
-    sys.path.insert(0, str(FOLDER))
-    before = set(sys.modules)
-    yield {name: importlib.import_module(name) for name in NAMES}
-    sys.path.remove(str(FOLDER))
-    for name in set(sys.modules) - before:
-        if str(FOLDER) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,6 @@ import json
 import pytest
 
 from jaxtrain.config import DatasetConfig, EnvConfig, SamplingConfig
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.environments.factory import open_env
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.errors import UserError
@@ -17,11 +16,6 @@ from jaxtrain.generation.group_player import AnswerOptions, GroupPlayer, GroupRu
 from jaxtrain.generation.prompts import open_prompts
 from jaxtrain.methods.ebft.ground_truth import GroundTruthRows, GroundTruths, count_prompt
 from jaxtrain.safe_io import UnreadableRow
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 def open_rows(tmp_path, rows, turns="first", thinking="keep"):

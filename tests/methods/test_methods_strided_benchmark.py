@@ -1,9 +1,5 @@
 """The benchmark of strided EBFT: PyTorch's side is the same work, to float32 rounding."""
 
-import importlib
-import sys
-from pathlib import Path
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,24 +13,10 @@ from jaxtrain.methods.ebft.strided_loss import ADVANTAGE, NUMBERS, StridedLossOp
 from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
-FOLDER = Path(__file__).parents[2] / "benchmarks"
 NAMES = ("step_work", "peers.strided")
 T, N, G = 40, 3, 4
 STRIDES = BlockStrides(stride=5, context=6, length=G, samples=N)
 LAYERS = (0, 2)
-
-
-@pytest.fixture(scope="module")
-def benchmarks():
-    """The modules by name; scripts are no package."""
-    pytest.importorskip("torch")
-    sys.path.insert(0, str(FOLDER))
-    before = set(sys.modules)
-    yield {name: importlib.import_module(name) for name in NAMES}
-    sys.path.remove(str(FOLDER))
-    for name in set(sys.modules) - before:
-        if str(FOLDER) in (getattr(sys.modules[name], "__file__", None) or ""):
-            del sys.modules[name]
 
 
 def fill(policy, model) -> None:

@@ -136,7 +136,6 @@ FAMILIES = {
     },
 }
 DECODED = {"lfm2_moe"}
-DEFAULT = {"glm4_moe", "afmoe"}
 SHARDED = {  # GLM's router is DeepSeek's, which families_mla.py has
     "lfm2_moe": [{"context": 2, "tensor": 2}],
 }

@@ -4,7 +4,7 @@ from tiny_models import HYBRID, MAMBA, RAW
 
 FAMILIES = {name: {"intermediate_size": None, **raw} for name, raw in RAW.items()}
 DEFAULT = {
-    *("qwen3_yarn", "qwen2_window", "llama", "mistral", "mixtral"),
+    *("qwen3_yarn", "qwen2_window", "llama"),
     *("qwen3_moe", "qwen3_5", "nemotron_h_moe"),
 }
 LONG = {*HYBRID, *MAMBA}

@@ -154,7 +154,11 @@ def one_device():
     return value_and_grads(None)
 
 
-@pytest.mark.parametrize("sizes", MESHES, ids=str)
+@pytest.mark.parametrize(
+    "sizes",
+    [*MESHES[:2], *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in MESHES[2:])],
+    ids=str,
+)
 def test_sharded_gradients_equal_one_device(sizes, one_device):
     value, grads = one_device
     mesh = make_mesh(**sizes)

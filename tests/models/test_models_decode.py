@@ -7,10 +7,10 @@ from tiny_models import RAW, check_decoding
 @pytest.mark.parametrize(
     ("name", "scan", "apart"),
     [
-        ("qwen3", True, True),
+        pytest.param("qwen3", True, True, marks=pytest.mark.slow),
         ("qwen2_window", False, False),
         ("mistral", True, False),  # a ring of 5 slots, which a piece of a prompt fills and more
-        ("qwen3_moe_mixed", True, True),
+        pytest.param("qwen3_moe_mixed", True, True, marks=pytest.mark.slow),
         ("qwen3_5", True, True),
     ],
 )

@@ -14,7 +14,6 @@ from jaxtrain.config import Config, EnvConfig, OptimConfig, RewardConfig, valida
 from jaxtrain.config.data import FORMATS, DataConfig, DatasetConfig
 from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.optimizer import build_optimizer, build_schedule
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.formats import COLUMNS
 from jaxtrain.data.pipeline import open_source
@@ -49,11 +48,6 @@ CWM = {
     "sliding_window": 5,
     "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
 }
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 @pytest.fixture(params=["entry point", "module", "file"])
