@@ -8,10 +8,12 @@
 Those of comparisons are in comparisons/preview.py.
 """
 
+import functools
 import itertools
+import re
 import time
 from collections import Counter
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -229,7 +231,8 @@ def show_sample(sample: Sample | Tree, tokenizer: Any, console: Console) -> None
     For samples that share a beginning, print the outline of their tree and one branch in full.
     """
     if isinstance(sample, Tree):
-        console.print(Text(describe_tree(sample, tokenizer.decode)), soft_wrap=True)
+        decode = functools.partial(decode_short, tokenizer)
+        console.print(Text(describe_tree(sample, decode)), soft_wrap=True)
         branch = list_branches(sample)[0]
         weights = next(iter(branch.weights.values())).astype(np.float32)
         sample = Sample(branch.tokens, weights, f"{sample.origin}, one branch")
@@ -269,12 +272,22 @@ def _cut_at_masks(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
     cuts = [0, *(np.flatnonzero(np.diff(trained)) + 1).tolist(), len(trained)]
     return [
         (
-            escape_control_chars(tokenizer.decode(sample.tokens[start:end].tolist())),
+            escape_control_chars(decode_short(tokenizer, sample.tokens[start:end].tolist())),
             bool(trained[start]),
         )
         for start, end in zip(cuts[:-1], cuts[1:], strict=True)
         if end > start
     ]
+
+
+def decode_short(tokenizer: Any, tokens: Sequence[int]) -> str:
+    """Decode tokens, with a number in place of each run of an image's placeholders."""
+    text = tokenizer.decode(tokens)
+    form = getattr(tokenizer, "image_format", None)
+    if form is None:
+        return text
+    size, runs = len(form.placeholder), f"(?:{re.escape(form.placeholder)}){{2,}}"
+    return re.sub(runs, lambda run: f"{form.placeholder} x {len(run[0]) // size} ", text)
 
 
 def _count_trained(node: Node) -> int:

@@ -177,6 +177,15 @@ class OfflineData:
             f" {self.row_tokens} tokens, {counters['packing_efficiency']:.1%} filled,"
             f" {np.mean(documents):.1f} samples a batch"
         )
+        if counters.get("images"):
+            images, rate = counters["images"], counters["patches"] / counters["patch_slots"]
+            console.print(
+                f"images: {images:,} embedded, {counters['images_shared']:,} more share one of them;"
+                f" {counters['image_tokens'] / images:.1f} tokens and"
+                f" {counters['patches'] / images:.1f} patches each; their part of rows is"
+                f" {rate:.1%} filled",
+                soft_wrap=True,
+            )
 
     def _all(self) -> list[DatasetConfig]:
         return [*self.config.data.datasets, *self.config.data.eval_datasets]

@@ -18,8 +18,10 @@ from jaxtrain.data.images import decode
 from jaxtrain.data.images.patches import PatchPacker
 from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
 from jaxtrain.data.packing.prefixes import FlatSequence, merge_prefixes, share_prefixes
-from jaxtrain.data.packing.steps import StepShape
+from jaxtrain.data.packing.steps import StepShape, count_images
+from jaxtrain.data.preview import plain_text
 from jaxtrain.data.sample import Dropped, Sample, to_tree, to_trees
+from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.errors import UserError
 
 
@@ -369,3 +371,36 @@ def test_prompts_are_grouped_by_their_images(folder, tokenizer):
     assert keys[0] != keys[1] and reader.key(row) == keys[0]
     [ranked] = reader({"group": [row, {**row, "rejected": "green"}]}, "rows 1 and 2")
     assert len(ranked.answers) == 3 and len(PairTrees()(ranked).images) == 1
+
+
+def test_images_of_a_parquet_file_are_read_as_they_are_stored(tmp_path, tokenizer):
+    """Their features say that datasets would decode them, without any bound."""
+    datasets = pytest.importorskip("datasets")
+    image = {"bytes": draw(20, 10), "path": "wide.png"}
+    features = datasets.Features(
+        {
+            "prompt": datasets.Value("string"),
+            "completion": datasets.Value("string"),
+            "images": datasets.List(datasets.Image()),
+        }
+    )
+    row = {"prompt": ["What?"], "completion": ["red"], "images": [[image, image]]}
+    datasets.Dataset.from_dict(row, features).to_parquet(tmp_path / "train.parquet")
+    dataset = DatasetConfig(path=str(tmp_path / "train.parquet"))
+    rows = open_rows(dataset)
+    assert rows[0]["images"] == [image, image]
+    [sample] = RowTokenizer(dataset, tokenizer, 400, "drop")(rows[0], rows.origin(0))
+    assert [shown.size for shown in sample.images.images] == [(20, 10)]
+
+
+def test_images_are_counted_by_what_is_embedded(read):
+    pair = share_prefixes([place(read, "wide.png"), place(read, "wide.png", "square.png")], 400)
+    trees = [to_tree(item) if isinstance(item, Sample) else item for item in pair]
+    counts = count_images([[*trees, to_tree(place(read, "wide.png"))], trees])
+    assert counts == {"images": 4, "images_shared": 3, "image_tokens": 64, "patches": 256}
+
+
+def test_a_preview_shows_a_number_in_place_of_placeholders(read):
+    text = plain_text(place(read, "wide.png"), read.tokenizer)
+    assert "<row_1_col_1><image> x 4 <fake_token_around_image>" in text
+    assert text.endswith("Assistant:⟦ red<end_of_utterance>⟧\n"), text

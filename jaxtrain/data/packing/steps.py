@@ -27,6 +27,7 @@ from jaxtrain.data.packing.pack import (
     lay_out,
     stack_batches,
 )
+from jaxtrain.data.packing.tree import Forest, Tree
 from jaxtrain.data.packing.window import UnitPacker, WindowPacker
 from jaxtrain.errors import UserError
 
@@ -110,6 +111,11 @@ class StepIterator(grain.DatasetIterator):
         self._totals["slots"] += batch.tokens.size
         trained = np.any([weight != 0 for weight in batch.weights.values()], axis=0)
         self._totals["trained_tokens"] += int(np.count_nonzero(trained))
+        if batch.images is not None:
+            counted = count_images(rows)
+            counted["patch_slots"] = int(np.prod(batch.images.since.shape))
+            sums = {name: self._totals.get(name, 0) + n for name, n in counted.items()}
+            self._totals.update(sums)
         return batch
 
     def _next_rows(self) -> list[list]:
@@ -134,6 +140,28 @@ class StepIterator(grain.DatasetIterator):
 
     def close(self) -> None:
         self._packer.close()
+
+
+IMAGE_COUNTS = ("images", "images_shared", "image_tokens", "patches", "patch_slots")
+"""Totals of batches with images: see count_images; and the patches that rows have room for."""
+
+
+def count_images(rows: Sequence[Sequence[Tree | Forest]]) -> dict[str, int]:
+    """Count the images of rows that are embedded, and those that are not because other branches or
+    trees of the row have them, too; the tokens that stand for embedded ones, and their patches."""
+    places, embedded = 0, []
+    for row in rows:
+        trees = [t for tree in row for t in (tree.trees if isinstance(tree, Forest) else (tree,))]
+        for tree in trees:
+            for node, branches in zip(tree.nodes, tree.branch_counts, strict=True):
+                places += branches * len(node.images.images) if node.images is not None else 0
+        embedded += dict.fromkeys(image for tree in trees for image in tree.images)
+    return {
+        "images": len(embedded),
+        "images_shared": places - len(embedded),
+        "image_tokens": sum(image.num_features for image in embedded),
+        "patches": sum(image.num_patches for image in embedded),
+    }
 
 
 def raise_if_error(item: Batch | UserError) -> Batch:
@@ -228,6 +256,7 @@ class BatchSource:
             "trained_tokens": totals["trained_tokens"],
             "batch_shapes": len(totals["shapes"]),
             "packing_efficiency": totals["tokens"] / max(totals["slots"], 1),
+            **{name: totals[name] for name in IMAGE_COUNTS if name in totals},
         }
 
     def close(self) -> None:

@@ -247,12 +247,17 @@ def _builtin(dataset: DatasetConfig, split: str) -> RowSource:
     from jaxtrain.data.sources.calculator_pairs import CalculatorPairs
 
     name = dataset.path.removeprefix(BUILTIN)
-    if name not in ("calculator", "calculator_pairs", "tasks"):
+    if name not in ("calculator", "calculator_pairs", "shapes", "tasks"):
         raise UserError(
             f"no builtin data {dataset.path!r}: there is {BUILTIN}calculator,"
-            f" {BUILTIN}calculator_pairs for preferences, and {BUILTIN}tasks for tasksets"
+            f" {BUILTIN}calculator_pairs for preferences, {BUILTIN}shapes with pictures, and"
+            f" {BUILTIN}tasks for tasksets"
         )
-    allowed = ("num_rows",) if name == "tasks" else ("num_rows", "seed", "max_value", "follow_up")
+    options = {
+        "tasks": ("num_rows",),
+        "shapes": ("num_rows", "seed", "size", "max_count", "questions"),
+    }
+    allowed = options.get(name, ("num_rows", "seed", "max_value", "follow_up"))
     allowed += ("claims", "all_kinds") if name == "calculator" else ()
     for key in dataset.options:
         if key not in allowed:
@@ -261,6 +266,10 @@ def _builtin(dataset: DatasetConfig, split: str) -> RowSource:
             )
     if name == "tasks":
         return TaskRows(dataset.options.get("num_rows"))
+    if name == "shapes":
+        from jaxtrain.data.sources.shapes import ShapeRows
+
+        return ShapeRows(split=split, **dataset.options)
     rows = CalculatorRows(split=split, **dataset.options)
     return rows if name == "calculator" else CalculatorPairs(rows)
 

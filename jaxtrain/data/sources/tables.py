@@ -22,7 +22,10 @@ class TableRows:
     """Rows of a datasets.Dataset, which is memory-mapped and pickles by its file."""
 
     def __init__(self, table: Any, name: str) -> None:
-        self.table = table
+        # As stored: an image stays a file's bytes or path, which are read within bounds later.
+        decodes = _is_decoded(getattr(table, "features", None))
+        self.table = table.with_format("arrow") if decodes else table
+        self.decodes = decodes
         self.name = name
 
     def __len__(self) -> int:
@@ -31,6 +34,7 @@ class TableRows:
     def __getitem__(self, index: int) -> dict[str, Any]:
         try:
             row = self.table[int(index)]
+            row = row.to_pylist()[0] if self.decodes else row
             return {key: prune(value) for key, value in row.items()}
         except UnicodeDecodeError:
             return UnreadableRow("a text that is not UTF-8")
@@ -40,6 +44,16 @@ class TableRows:
     def origin(self, index: int) -> str:
         """Return the name of a row in messages: table and number, from 1."""
         return f"{self.name} row {index + 1}"
+
+
+def _is_decoded(feature: Any) -> bool:
+    """Return True if datasets would decode values of these features: images, audio and video."""
+    if isinstance(feature, dict):
+        return any(map(_is_decoded, feature.values()))
+    if isinstance(feature, list | tuple):
+        return any(map(_is_decoded, feature))
+    inner = getattr(feature, "feature", None)
+    return hasattr(feature, "decode_example") or (inner is not None and _is_decoded(inner))
 
 
 class CsvRows:

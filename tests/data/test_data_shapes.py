@@ -1,0 +1,93 @@
+"""builtin:shapes: the pictures are what the answers say, and the same everywhere."""
+
+import hashlib
+from collections import Counter
+
+import numpy as np
+import pytest
+from smolvlm_text import open_tokenizer
+
+from jaxtrain.config.data import DatasetConfig
+from jaxtrain.data.chat.tokenize import RowTokenizer
+from jaxtrain.data.images.decode import decode
+from jaxtrain.data.sources.dataset import open_rows
+from jaxtrain.data.sources.shapes import COLORS, SIDE
+from jaxtrain.errors import UserError
+
+
+def open_shapes(split="train", **options):
+    return open_rows(DatasetConfig(path="builtin:shapes", split=split, options=options))
+
+
+def pixels_of(row):
+    return np.asarray(decode(row["messages"][0]["content"][0]["image"]["bytes"]))
+
+
+def look(pixels):
+    """(color, shape) of each place by single pixels: a disc has no corners, a triangle has only
+    those at the bottom."""
+    cell = len(pixels) // SIDE
+    colors = {color: name for name, color in COLORS.items()}
+    low, high = round(0.5 * cell - 0.4 * cell), round(0.5 * cell + 0.4 * cell) - 1
+    seen = {}
+    for row in range(SIDE):
+        for col in range(SIDE):
+            place = pixels[row * cell : (row + 1) * cell, col * cell : (col + 1) * cell]
+            if (color := colors.get(tuple(place[cell // 2, cell // 2].tolist()))) is None:
+                continue
+            top, bottom = (tuple(place[y, low].tolist()) in colors for y in (low, high))
+            seen[row, col] = color, "square" if top else "triangle" if bottom else "disc"
+    return seen
+
+
+def test_answers_are_what_the_picture_shows():
+    asked = Counter()
+    for row in open_shapes(num_rows=300):
+        words = row["messages"][0]["content"][1]["text"].rstrip("?").split()
+        seen, answer = look(pixels_of(row)), row["answer"]
+        if row["question"] == "count":
+            target = words[2], words[3].removesuffix("s")
+            assert answer == str(sum(shown == target for shown in seen.values())), row
+        elif row["question"] == "color":
+            assert [color for color, shape in seen.values() if shape == words[-1]] == [answer]
+        else:
+            [(y, x)] = [place for place, shown in seen.items() if shown == (words[3], words[4])]
+            assert answer == f"{('top', 'bottom')[y > 1]} {('left', 'right')[x > 1]}"
+        asked[row["question"], answer] += 1
+    assert len({question for question, _ in asked}) == 3
+    assert {answer for question, answer in asked if question == "count"} == set("01234")
+
+
+def test_rows_are_the_same_everywhere_and_differ_between_splits_and_seeds():
+    digest = hashlib.sha256()
+    for row in open_shapes(num_rows=20):
+        digest.update(pixels_of(row).tobytes() + repr(row["messages"][0]["content"][1]).encode())
+    assert digest.hexdigest()[:16] == "2ac7d8a4edd2a294"
+    first = [open_shapes(split, num_rows=9, seed=seed)[3] for split, seed in
+             [("train", 0), ("test", 0), ("train", 1)]]  # fmt: skip
+    assert len({hashlib.sha256(repr(row).encode()).digest() for row in first}) == 3
+    assert pixels_of(open_shapes(size=20, num_rows=1)[0]).shape == (20, 20, 3)
+
+
+def test_rows_are_read_with_their_pictures(tmp_path):
+    tokenizer = open_tokenizer(tmp_path)
+    dataset = DatasetConfig(path="builtin:shapes", options={"num_rows": 3, "questions": ["count"]})
+    rows = open_rows(dataset)
+    [sample, *notes] = RowTokenizer(dataset, tokenizer, 400, "drop")(rows[0], rows.origin(0))
+    assert sample.images.images[0].size == (48, 48)
+    assert {note.reason for note in notes} <= {"column 'answer'", "column 'question'"}
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"size": 8}, "size is 8, not a whole number between 16 and 1024"),
+        ({"questions": ["why"]}, "it lists some of count, color, place"),
+        ({"max_value": 9}, "builtin:shapes has no option 'max_value'"),
+    ],
+)
+def test_options_that_are_not_read_are_named(options, message):
+    with pytest.raises(UserError, match=message):
+        open_shapes(**options)
+    with pytest.raises(UserError, match="has no split 'other'"):
+        open_shapes("other")
