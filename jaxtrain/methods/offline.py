@@ -180,8 +180,8 @@ class OfflineData:
         if counters.get("images"):
             images, rate = counters["images"], counters["patches"] / counters["patch_slots"]
             console.print(
-                f"images: {images:,} embedded, {counters['images_shared']:,} more share one of them;"
-                f" {counters['image_tokens'] / images:.1f} tokens and"
+                f"images: {images:,} embedded, {counters['images_shared']:,} more share one of"
+                f" them; {counters['image_tokens'] / images:.1f} tokens and"
                 f" {counters['patches'] / images:.1f} patches each; their part of rows is"
                 f" {rate:.1%} filled",
                 soft_wrap=True,
