@@ -5,9 +5,11 @@ rows, file names, server replies. A terminal would execute escape sequences in t
 reverse the direction of writing would disguise the content.
 """
 
+import base64
 import re
 import reprlib
 from typing import Any
+from urllib.parse import unquote, urlsplit
 
 MESSAGE = 1_900
 """Characters of a message; a prefix and a final line still fit into 2,000."""
@@ -41,6 +43,18 @@ def redact_text(text: str) -> str:
     for pattern in (_QUERY, _ASSIGNED):
         text = pattern.sub(lambda match: f"{match[1]}{_hide_value(match[2])}", text)
     return text
+
+
+def split_login(url: str) -> tuple[str, str | None]:
+    """Return (a URL without the user and password in it, the value of an Authorization header that
+    they make; None without any)."""
+    base = urlsplit(url)
+    login, at, place = base.netloc.rpartition("@")
+    if not at:
+        return url, None
+    user, _, password = login.partition(":")
+    encoded = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
+    return base._replace(netloc=place).geturl(), f"Basic {encoded}"
 
 
 def _hide_value(value: str) -> str:

@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 from jaxtrain.arguments import Parser, expand_path
 from jaxtrain.errors import UserError
-from jaxtrain.text_safety import escape_control_chars
+from jaxtrain.text_safety import escape_control_chars, split_login
 
 COMMANDS = """/system TEXT   begin anew with this system message
 /reset         begin anew
@@ -139,7 +139,8 @@ class ServerSpeaker:
 
     def __init__(self, url: str, model: str | None, fields: Mapping[str, Any]):
         """url: with its /v1."""
-        self.url, self.model, self.fields = url.rstrip("/"), model, fields
+        self.url, self.login = split_login(url.rstrip("/"))
+        self.model, self.fields = model, fields
 
     async def answer(
         self, messages: list[dict[str, Any]]
@@ -148,7 +149,8 @@ class ServerSpeaker:
         import aiohttp
 
         key = next(filter(None, map(os.environ.get, KEY_VARIABLES)), None)
-        headers = {"Authorization": f"Bearer {key}"} if key else {}
+        sent = self.login or (f"Bearer {key}" if key else None)
+        headers = {"Authorization": sent} if sent else {}
         waits = aiohttp.ClientTimeout(total=None, connect=10)
         try:
             async with aiohttp.ClientSession(headers=headers, timeout=waits) as session:

@@ -29,6 +29,7 @@ from jaxtrain.environments.tools import MAX_ERROR, MAX_RESULT, shorten
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.generation.episodes import Episode
+from jaxtrain.text_safety import split_login
 
 MAX_MESSAGE = 16 * 2**20
 """Limit of bytes of a server's message."""
@@ -177,8 +178,10 @@ class OpenEnvSession:
     @contextlib.asynccontextmanager
     async def open(cls, client: aiohttp.ClientSession, url: str) -> AsyncIterator["OpenEnvSession"]:
         """Connect; sends close at the end, so that the server frees the session at once."""
+        place, login = split_login(url)
+        sent = {"Authorization": login} if login else None
         try:
-            socket = await client.ws_connect(url, max_msg_size=MAX_MESSAGE)
+            socket = await client.ws_connect(place, max_msg_size=MAX_MESSAGE, headers=sent)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise fail(url, "cannot be reached", error) from None
         session = cls(socket, url)

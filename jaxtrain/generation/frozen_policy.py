@@ -23,7 +23,7 @@ from jaxtrain.config.secrets import reveal, reveal_url
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed, FrozenPolicy, PolicyReply, pause_before
 from jaxtrain.generation.vllm.control import ServerGone, ServerRefused, call, explain, headers
-from jaxtrain.text_safety import escape_control_chars
+from jaxtrain.text_safety import escape_control_chars, split_login
 
 ROUTE = "/v1/chat/completions"
 LOOKS = 3
@@ -156,8 +156,9 @@ class ServedPolicy(FrozenPolicy):
         self._counted["requests"] += 1
         limit = self.section.seconds
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=10)
+        place, sent = f"{split_login(url)[0]}{ROUTE}", headers(url, self.section.api_key)
         try:
-            async with session.post(f"{url}{ROUTE}", json=body, timeout=timeout) as answer:
+            async with session.post(place, json=body, timeout=timeout, headers=sent) as answer:
                 raw = await answer.content.read(MAX_ANSWER_BYTES)
                 while len(raw) < MAX_ANSWER_BYTES and (
                     chunk := await answer.content.read(MAX_ANSWER_BYTES)
@@ -189,9 +190,7 @@ class ServedPolicy(FrozenPolicy):
         loop, room = asyncio.get_running_loop(), self.section.concurrency
         if loop not in self._lines:
             connector = aiohttp.TCPConnector(limit=room, keepalive_timeout=2.0)
-            session = aiohttp.ClientSession(
-                connector=connector, headers=headers(self.section.api_key)
-            )
+            session = aiohttp.ClientSession(connector=connector)
             self._lines[loop] = session, asyncio.Semaphore(room)
         return self._lines[loop]
 

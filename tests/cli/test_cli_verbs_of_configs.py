@@ -8,7 +8,8 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from tests.cli.verb_table import fill_row, make_world
+from tests.cli.verb_table import fill_row, make_world, shrink
+from tests.generation.fake_vllm import FakeVllm
 
 CANARY = "kv8Wq3canaryZt5"
 """A part of every secret."""
@@ -24,6 +25,7 @@ def judge(prompts, completions, api_key, judge_key, **rest):
 GIVEN = ("judge.py", "sweep.toml")
 """Files that the user writes."""
 ROWS = {
+    "rl_calculator_vllm": ("export", "report", "resume with more steps"),
     "lora_qwen3": ("merge", "export", "report", "watch --once", "resume", "sweep"),
     "rl_draft_refresh": (
         *("generate", "generate --env", "eval", "export", "export --step", "merge", "quantize"),
@@ -31,7 +33,11 @@ ROWS = {
     ),
 }
 """Verbs of each row; more training is left to the table."""
-REFUSED = {"lora_qwen3": set(), "rl_draft_refresh": {"eval", "merge", "score"}}
+REFUSED = {
+    "rl_calculator_vllm": set(),
+    "lora_qwen3": set(),
+    "rl_draft_refresh": {"eval", "merge", "score"},
+}
 """Verbs that these runs are nothing for."""
 
 
@@ -75,12 +81,17 @@ def secrets(world, monkeypatch):
     place = f"127.0.0.1:{server.server_port}"
     hook = f'observers=[{{kind="webhook",options={{secret_url="http://{place}/{CANARY}"}}}}]'
     url = f"http://user:{CANARY}@{place}/rows.jsonl?token={CANARY}"
+    engine = FakeVllm(tensors=world.tensors)
+    engine.login = "Basic " + base64.b64encode(f"user:{CANARY}".encode()).decode()
+    urls = [f"http://user:{CANARY}@127.0.0.1:{port}" for port in (engine.port, 9)]
     yield {
+        "rl_calculator_vllm": [f"rollout.vllm.servers={json.dumps(urls[:1])}", hook],
         "lora_qwen3": [f'data.datasets=[{{path="{url}"}}]', hook],
         "rl_draft_refresh": [
             f'rewards=[{{function="{world.folder}/judge.py:judge",options={keys}}}]',
             hook,
         ],
+        "no server": [f"rollout.vllm.servers={json.dumps(urls[1:])}"],
         "missing": [f"data.datasets.0.path={url.replace('rows', 'none')}"],
     }
     server.shutdown()
@@ -98,6 +109,9 @@ def test_every_verb_works_or_is_refused_and_shows_no_secret(world, secrets, name
     words = ["--config", name, f"run.output_dir={run}-other", *secrets[name], *secrets["missing"]]
     assert world.call(*words).startswith("refused")
     assert world.call(*words, "--print-config") == "ok"
+    if name == "rl_calculator_vllm":
+        words = [*words[:3], *shrink(name, world), *secrets["no server"]]
+        assert world.call(*words, "rollout.vllm.wait_seconds=1").startswith("refused")
     assert world.call("doctor") in ("ok", "refused")
     holding = [
         path

@@ -15,7 +15,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -68,6 +68,8 @@ class World(NamedTuple):
     """transcript.txt is all that commands have shown."""
     server: str = ""
     """URL of a scripted vLLM server."""
+    tensors: Mapping[str, list[int]] = {}
+    """Shapes of the base model's."""
 
     def call(self, *words: object) -> str:
         """Run a command line; see `call`."""
@@ -128,7 +130,7 @@ def make_world(folder: Path, families: Sequence[str] = ()) -> World:
             assert done == "ok", f"{name}: {done}"
     with safe_open(world.base / "model.safetensors", "numpy") as file:
         tensors = {key: file.get_slice(key).get_shape() for key in file.keys()}
-    return world._replace(server=FakeVllm(tensors=tensors).url)
+    return world._replace(server=FakeVllm(tensors=tensors).url, tensors=tensors)
 
 
 def shrink(name: str, world: World) -> list[str]:

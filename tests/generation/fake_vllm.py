@@ -75,6 +75,8 @@ class FakeVllm:
         self.store = AdapterStore()
         self.while_loading = None
         """What happens just then."""
+        self.login = ""
+        """What every request must send as Authorization; empty: anything."""
         self.name, self.port = "127.0.0.1", port
         self.start()
 
@@ -151,6 +153,8 @@ class FakeVllm:
 
     @web.middleware
     async def _note(self, request, handler):
+        if self.login and request.headers.get("Authorization") != self.login:
+            return web.json_response({"error": "Unauthorized"}, status=401)
         if request.path in CONTROL:
             body = json.loads(await request.text() or "null")
             self.log.append((request.path, dict(request.query) or body))

@@ -19,6 +19,7 @@ from functools import lru_cache
 from typing import Any
 
 from jaxtrain.errors import UserError
+from jaxtrain.text_safety import split_login
 
 REDUCE = {"min": min, "mean": lambda values: sum(values) / len(values), "last": lambda v: v[-1]}
 """Reductions of the scores of an answer's steps."""
@@ -168,7 +169,8 @@ def post(url: str, route: str, body: Any, api_key: str | None, seconds: float) -
         raise UserError(f"{NAME}: options.url {url!r} must be a URL such as http://localhost:8000")
     make = http.client.HTTPSConnection if base.scheme == "https" else http.client.HTTPConnection
     headers = {"Content-Type": "application/json"}
-    headers |= {"Authorization": f"Bearer {api_key}"} if api_key else {}
+    sent = split_login(url)[1] or (f"Bearer {api_key}" if api_key else None)
+    headers |= {"Authorization": sent} if sent else {}
     connection = make(base.hostname, base.port, timeout=seconds)
     try:
         connection.request("POST", f"{base.path}{route}", json.dumps(body).encode(), headers)

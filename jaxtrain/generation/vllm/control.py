@@ -13,6 +13,7 @@ import time
 import urllib.parse
 from typing import Any
 
+from jaxtrain.text_safety import split_login
 from jaxtrain_vllm.wire import cut_after
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -54,11 +55,13 @@ class Deadline:
         return max(0.0, min(most, self._end - time.monotonic()))
 
 
-def headers(key: str | None = None) -> dict[str, str]:
-    """Return the headers of every request. key: overrides that of KEY_VARIABLE."""
+def headers(url: str, key: str | None = None) -> dict[str, str]:
+    """Return the headers of every request to a URL. key: overrides that of KEY_VARIABLE; the user
+    and password of the URL, which a proxy before the server demands, override both."""
     key = key or os.environ.get(KEY_VARIABLE)
+    sent = split_login(url)[1] or (f"Bearer {key}" if key else None)
     fields = {"Content-Type": "application/json"}
-    return {**fields, "Authorization": f"Bearer {key}"} if key else fields
+    return {**fields, "Authorization": sent} if sent else fields
 
 
 def call(
@@ -91,7 +94,7 @@ def call(
             # A socket's timeout counts from byte to byte: a server that sends one now and then
             # would never exceed it.
             with cut_after(timeout, connection.sock, expired):
-                connection.request(method, f"{base.path}{path}", data, headers(api_key))
+                connection.request(method, f"{base.path}{path}", data, headers(url, api_key))
                 answer = connection.getresponse()
                 raw = answer.read(MAX_ANSWER_BYTES)
     except (OSError, http.client.HTTPException, ValueError) as error:

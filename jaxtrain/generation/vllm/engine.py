@@ -34,6 +34,7 @@ from jaxtrain.generation.vllm.messages import (
 )
 from jaxtrain.generation.vllm.pool import Pool
 from jaxtrain.generation.vllm.server import VllmServer
+from jaxtrain.text_safety import split_login
 
 MAX_ATTEMPTS = 50
 """Attempts per request, including those that do not count as failures: a bound if servers flap."""
@@ -407,7 +408,8 @@ class VllmEngine:
         limit: float,
     ) -> tuple[int, bytes]:
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=10)
-        url, named = f"{server.url}{server.route}", {SESSION: f"{self.servers.session}-{session}"}
+        url = f"{split_login(server.url)[0]}{server.route}"
+        named = {**headers(server.url), SESSION: f"{self.servers.session}-{session}"}
         async with connections.post(url, json=body, timeout=timeout, headers=named) as answer:
             # Read in parts, so that a broken server cannot fill the memory with one answer.
             raw = bytearray()
@@ -429,7 +431,7 @@ class VllmEngine:
                 room = max(1, int(room * self.kept_servers.share))
             # Shorter than the server's 5 s, or a request meets the end of its connection half way.
             connector = aiohttp.TCPConnector(limit=room + 16, keepalive_timeout=2.0)
-            session = aiohttp.ClientSession(connector=connector, headers=headers())
+            session = aiohttp.ClientSession(connector=connector)
             self._connections[loop] = LoopConnection(
                 session, asyncio.Semaphore(room), asyncio.Lock()
             )

@@ -92,7 +92,7 @@ def _request(
     try:
         connection.connect()
         with cut_after(seconds, connection.sock, late):
-            sent = {**headers(), "Content-Type": "application/octet-stream", **fields}
+            sent = {**headers(url), "Content-Type": "application/octet-stream", **fields}
             connection.request(method, f"{base.path}{ROUTE}{name}", body, sent)
             answer = connection.getresponse()
             return answer.status, answer.read(MAX_ANSWER_BYTES)
