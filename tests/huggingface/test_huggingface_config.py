@@ -56,6 +56,18 @@ LEFT_OUT = {
         "text_config": {"model_type": "mistral"},
         "tie_word_embeddings": False,
     },
+    "Idefics3ForConditionalGeneration": {
+        "text_config": {"model_type": "llama", "rms_norm_eps": 1e-5},
+        "vision_config": {"model_type": "idefics3_vision", "patch_size": 28},
+    },
+    "SmolVLMForConditionalGeneration": {
+        "text_config": {"model_type": "llama", "rms_norm_eps": 1e-5},
+        "vision_config": {"model_type": "smolvlm_vision", "patch_size": 28},
+    },
+    "Qwen3VLForConditionalGeneration": {
+        "text_config": {"model_type": "qwen3_vl_text", "tie_word_embeddings": False},
+        "vision_config": {"model_type": "qwen3_vl_vision", "out_hidden_size": 4096},
+    },
 }
 """What the defaults of transformers' classes lack for a model."""
 

@@ -21,6 +21,7 @@ import transformers
 from flax import nnx
 from safetensors.numpy import load_file
 from tiny_models import SIZES, check_decoding, compute_logits, documents, pack
+from tiny_vision import VISION
 
 from jaxtrain.adapters.fused import find_tensors
 from jaxtrain.batch import Batch
@@ -139,7 +140,7 @@ def check_tensors(reference, config, params) -> None:
 
 
 def test_no_family_is_left_out():
-    local_result = {raw["model_type"] for raw in FAMILIES.values()}
+    local_result = {raw["model_type"] for raw in (FAMILIES | VISION).values()}
     for name in ARCHITECTURES:
         config = families.find_family(name).Config
         assert local_result & {config.model_type, getattr(config, "text_type", "")}, name
