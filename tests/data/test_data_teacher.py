@@ -29,6 +29,14 @@ FORMS = {
     "score": {"input_ids": TOKENS, "target_token_ids": IDS, "target_logprobs": NUMBERS},
     "vllm prompt": {"prompt_logprobs": PROMPT, "prompt_token_ids": TOKENS},
     "vllm chat": {"logprobs": {"content": [{"top_logprobs": entry} for entry in CHAT]}},
+    "vllm chat, its tokens": {
+        "logprobs": {
+            "content": [
+                {"token": name, "top_logprobs": entry}
+                for name, entry in zip(("token_id:5", "nine"), CHAT, strict=True)
+            ]
+        }
+    },
     "distilabel": {"llm_text_generation_vllm_logprobs": CHAT},
     "whole sequence": {"logprobs": [[], None, *CHAT]},
     "as arrays": {"target_token_ids": np.array([[5, 8], [9, 2]]), "logprobs": ARRAY},
@@ -67,6 +75,17 @@ BAD = {
         "logprobs": [[-1.0, -1.2], [0.0, 0.0, -0.33]],
     },
     "is no log-prob": {"target_token_ids": [["x"], [9]], "logprobs": [[-1], [-1]]},
+    "entry 2 is about token 4, where the tokenizer puts 5": {
+        "prompt_logprobs": [*PROMPT[:2], {"4": {"logprob": -0.1}}, PROMPT[3]]
+    },
+    "entry 1 is about token 2, where the tokenizer puts 9": {
+        "logprobs": {
+            "content": [
+                {"token": f"token_id:{token}", "top_logprobs": entry}
+                for token, entry in zip((5, 2), CHAT, strict=True)
+            ]
+        }
+    },
     "not the tokens": {"input_ids": [7, 3, 5, 8], "logprobs": CHAT},
     "1 target_token_ids": {"target_token_ids": IDS[:1], "logprobs": ARRAY},
     "needs token and logprob": {"logprobs": [[1, 2], [3]]},

@@ -10,7 +10,8 @@ and Axolotl write them), never to the one behind it:
     prompt_logprobs                                    [n] of {"7": {"logprob": -0.1}} or null
 
 Where the row also holds input_ids or prompt_token_ids, they must be the tokens that the tokenizer
-makes of it: log-probs of other tokens teach nonsense.
+makes of it: log-probs of other tokens teach nonsense. So must the tokens that vLLM's entries are
+about.
 """
 
 import math
@@ -188,6 +189,7 @@ class LogProbReader:
         entries = self._entries(row)
         if len(entries) > length:
             raise MalformedRow(f"{len(entries)} entries for a sequence of {length} tokens")
+        self._check_tokens(row, sample.tokens[length - len(entries) :].tolist())
         ids = np.full((length, self.k), NOTHING, np.int32)
         logp = np.zeros((length, self.k), np.float32)
         first = length - len(entries)
@@ -227,6 +229,21 @@ class LogProbReader:
             for token_ids, numbers in zip(ids, values, strict=True)
         ]
 
+    def _check_tokens(self, row: Mapping[str, Any], tokens: Sequence[int]) -> None:
+        """Raise MalformedRow where an entry names the token that it is about, and another stands
+        there."""
+        if self._column(row, "target_token_ids") is not None:
+            return
+        values = next(filter(lambda v: v is not None, (self._column(row, n) for n in COLUMNS[1:])))
+        values = values["content"] if isinstance(values, Mapping) else values
+        for place, (entry, token) in enumerate(zip(values, tokens, strict=True)):
+            named = read_subject(entry)
+            if named and token not in named:
+                raise MalformedRow(
+                    f"entry {place} is about token {named[0]}, where the tokenizer puts {token}:"
+                    " another tokenizer, template or answer"
+                )
+
     def _checked(self, pairs: list[tuple[Any, Any]]) -> list[tuple[int, float]]:
         """Pairs of which something is known; Malformed for what is no log-prob of a token."""
         checked = []
@@ -255,6 +272,21 @@ class LogProbReader:
                 " logits, or log-probs to another base or temperature?"
             )
         return checked
+
+
+def read_subject(entry: Any) -> list[int]:
+    """Return the tokens that an entry may be about: the drawn one of a chat's answer, or any that
+    vLLM lists for a prompt's token, itself among them. Empty if it does not say."""
+    if not isinstance(entry, Mapping):
+        return []
+    if "top_logprobs" in entry:
+        token = entry.get("token_id", entry.get("token"))
+        names = [str(token).removeprefix("token_id:")]
+        is_known = token is not None and (isinstance(token, int) or names[0] != token)
+        return [int(name) for name in names if is_known and name.isdecimal()]
+    # As vLLM writes them, with a table for each: others may have left the token itself out.
+    named = [token for token, value in entry.items() if isinstance(value, Mapping)]
+    return [int(token) for token in named if str(token).isdecimal()]
 
 
 def read_entry(entry: Any) -> list[tuple[Any, Any]]:
