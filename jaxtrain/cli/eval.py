@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -24,8 +25,16 @@ if TYPE_CHECKING:
 
 
 def run_eval(argv: list[str]) -> int:
-    """Held-out loss and answered problems of a run's newest checkpoint, or of a config's model."""
-    parser = config_parser("eval", required=False, first="RUN (a run's output_dir), or ")
+    """Held-out loss and answered problems of a run's newest checkpoint, a model or a config."""
+    parser = config_parser("eval", required=False, first="RUN (a run's output_dir) or MODEL, ")
+    parser.add_argument(
+        "--benchmark",
+        action="append",
+        default=[],
+        metavar="NAME[=PATH]",
+        help="answer this benchmark (rows of the Hub, or of PATH) instead of eval.sets; several"
+        " times. Its keys are eval.sets.0.k=4 and so on",
+    )
     parser.add_argument(
         "--output", type=expand_path, help="folder for what is generated; default: RUN/eval"
     )
@@ -33,7 +42,12 @@ def run_eval(argv: list[str]) -> int:
     runs = [os.path.expanduser(word) for word in args.overrides if "=" not in word]
     overrides = [word for word in args.overrides if "=" in word]
     if len(runs) + bool(args.config) != 1:
-        raise UserError("eval: give either RUN (a run's output_dir) or --config FILE")
+        raise UserError(
+            "eval: give either RUN (a run's output_dir), MODEL (a folder or a Hub id) or"
+            " --config FILE"
+        )
+    if args.benchmark:
+        overrides = [name_sets(args.benchmark), *overrides]
 
     def read():
         from jaxtrain.config import ParallelConfig, load_config
@@ -97,11 +111,19 @@ def evaluate(
 
     log = print if is_main_process() else silent
     if run is not None:
-        require_data(read_run(run, overrides))
+        saved = read_run(run, overrides)
+        require_data(saved)
+        if saved is None:
+            overrides = [f"run.output_dir={json.dumps(f'runs/{run.name}')}", *overrides]
         with progress.phase("reading the weights"):
             trained = open_trained(
                 str(run), overrides, all_roles=True, all_policies=True, own_dtype=True
             )
+        if saved is None and not any(word.startswith("data.sequence_len=") for word in overrides):
+            # Of a folder the model's own limit bounds prompt and answer.
+            longest = trained.snapshot.roles.bundle.architecture.longest
+            data = trained.config.data.model_copy(update={"sequence_len": longest})
+            trained = trained._replace(config=trained.config.model_copy(update={"data": data}))
         config, task, snapshot, _ = trained
         log(f"{run}, step {snapshot.step}, computing in {config.model.compute_dtype}")
     else:
@@ -137,8 +159,18 @@ def evaluate(
 
 NOTHING = (
     "eval: there is nothing to evaluate, data.eval_datasets is empty; add"
-    " data.eval_datasets.0.path=... or eval.sets.0.path=..."
+    " data.eval_datasets.0.path=..., eval.sets.0.path=... or --benchmark NAME"
 )
+
+
+def name_sets(benchmarks: Sequence[str]) -> str:
+    """Return the override of eval.sets for words NAME or NAME=PATH."""
+    sets = []
+    for word in benchmarks:
+        name, _, path = word.partition("=")
+        keys = {"benchmark": name} | ({"path": path} if path else {})
+        sets.append(", ".join(f"{key} = {json.dumps(value)}" for key, value in keys.items()))
+    return f"eval.sets=[{', '.join(f'{{{keys}}}' for keys in sets)}]"
 
 
 def require_data(config: Config | None) -> None:
@@ -175,12 +207,14 @@ def generate_into(
     in_run: bool = True,
 ) -> None:
     """Answer the problem sets of section eval with the weights; prints the numbers, appends them to
-    metrics.jsonl in `folder` and puts the answers as samples.jsonl there once all are written.
+    metrics.jsonl in `folder`, writes results.csv and, once all are answered, samples.jsonl.
     in_run: whether `folder` belongs to the run around it."""
     from jaxtrain.distributed.mesh import is_main_process
     from jaxtrain.generation.engines import find_engine, with_secrets
     from jaxtrain.generation.evaluation.answers import ServingEngine, SetAnswers
+    from jaxtrain.generation.evaluation.benchmark_metrics import TABLE, write_table
     from jaxtrain.generation.evaluation.problem_sets import open_problem_sets
+    from jaxtrain.runs.manifest import write_atomically
     from jaxtrain.runs.run_files import claim_names
     from jaxtrain.runs.samples import SAMPLES, append_samples
     from jaxtrain.runs.sinks import JsonLines
@@ -199,7 +233,7 @@ def generate_into(
                 elif (folder / "attempts.jsonl").exists():
                     raise UserError(f"--output {folder} is a run's folder; name another one")
                 else:
-                    claim_names(folder, [SAMPLES, "metrics.jsonl"], "--output")
+                    claim_names(folder, [SAMPLES, "metrics.jsonl", TABLE], "--output")
                 folder.mkdir(parents=True, exist_ok=True)
                 # Two evaluations at once have a folder each until they are through.
                 scratch = Path(
@@ -243,6 +277,9 @@ def generate_into(
             metrics = answers.measure(snapshot, policies)
         if is_main_process():
             os.replace(scratch / SAMPLES, samples)
+            assert sets is not None, "process 0 holds the sets"
+            rows = [(section, len(problems)) for section, problems in sets.sets]
+            write_atomically(folder / TABLE, write_table(metrics, rows))
             file = JsonLines(folder / "metrics.jsonl")
             file.start(snapshot.step, snapshot.step)
             stack.callback(file.close, None)

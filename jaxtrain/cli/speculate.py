@@ -45,7 +45,8 @@ def run_speculate(argv: list[str]) -> None:
         default=[],
         metavar="NAME[=PATH]",
         help="a known benchmark, from the Hub or files: gsm8k, math500, aime24, aime25, humaneval,"
-        " mbpp, livecodebench, swe-bench, mt-bench, alpaca; may be given several times",
+        " amc23, minerva, gpqa, mmlu_pro, ifeval, mbpp, livecodebench, swe-bench, mt-bench, alpaca;"
+        " may be given several times",
     )
     parser.add_argument(
         "--input",

@@ -4,12 +4,19 @@ from collections.abc import Iterator
 from pathlib import PurePath
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationError, ValidatorFunctionWrapHandler, field_validator
+from pydantic import (
+    Field,
+    ValidationError,
+    ValidatorFunctionWrapHandler,
+    field_validator,
+    model_validator,
+)
 
 from jaxtrain.config.base import Place, Section
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.config.env import EnvConfig
 from jaxtrain.config.limits import ROWS, TOKENS
+from jaxtrain.config.rewards import RewardConfig
 from jaxtrain.config.task import StructuredOutputs
 from jaxtrain.text_safety import show
 
@@ -18,6 +25,11 @@ Benchmark = Literal[
     "math500",
     "aime24",
     "aime25",
+    "amc23",
+    "minerva",
+    "gpqa",
+    "mmlu_pro",
+    "ifeval",
     "humaneval",
     "mbpp",
     "livecodebench",
@@ -26,22 +38,46 @@ Benchmark = Literal[
     "alpaca",
 ]
 
+MATH = [RewardConfig(function="math")]
+GRADERS: dict[str, list[RewardConfig]] = {
+    **dict.fromkeys(("gsm8k", "math500", "aime24", "aime25", "amc23", "minerva"), MATH),
+    "gpqa": [RewardConfig(function="choice")],
+    "mmlu_pro": [RewardConfig(function="choice")],
+    "ifeval": [
+        RewardConfig(
+            function="ifeval",
+            name=f"{level}_{'loose' if loose else 'strict'}",
+            weight=float(level == "prompt" and not loose),
+            options={"level": level, "loose": loose},
+        )
+        for level in ("prompt", "instruction")
+        for loose in (False, True)
+    ],
+}
+"""Functions that judge the answers to a benchmark; the others have none."""
+
 
 class EvalSetConfig(Section):
     """Set of problems, answered k times each through an environment and judged by rewards."""
 
-    path: Place
-    """As a dataset's: file, folder, Hub id or "builtin:calculator"."""
+    path: Place | None = None
+    """As a dataset's: file, folder, Hub id or "builtin:calculator". Unset: of a benchmark its
+    dataset on the Hub."""
     name: str | None = None
-    """What metrics call it. Unset: the file's name."""
+    """What metrics call it. Unset: the benchmark, else the file's name."""
     subset: str | None = None
     """Configuration of a Hub dataset with several, such as "main" of openai/gsm8k."""
     split: str | None = None
     """Split, with optional slice. Unset: "test"; of a benchmark always its own."""
     benchmark: Benchmark | None = None
     """Rows are those of this benchmark, in its own columns: `prompt` becomes the text that it is
-    usually asked with (of a conversation its first turn), and of a larger set a sample of the usual
-    size is asked, or of max_rows. Unset: rows say themselves what is asked."""
+    usually asked with (of a conversation its first turn), `answer` what the benchmark's own grader
+    reads, and that grader alone judges unless `rewards` names others. All rows are asked, or a
+    sample of max_rows. Unset: rows say themselves what is asked."""
+    examples: Place | None = None
+    """Of benchmark mmlu_pro: file, folder or Hub id of its validation split, of which five solved
+    questions of the same category go before each. Unset: that of its Hub dataset; none where `path`
+    names files."""
     fields: dict[str, str] = {}
     """Renamed columns, wanted = found."""
     options: dict[str, Any] = {}
@@ -51,8 +87,8 @@ class EvalSetConfig(Section):
     env: EnvConfig | None = None
     """What plays this set, with the keys of section env. Unset: section env itself."""
     rewards: list[str] | None = None
-    """Which of the [[rewards]] judge this set's answers, by name. Unset: all; []: none, because the
-    environment judges."""
+    """Which of the [[rewards]] judge this set's answers, by name. Unset: the benchmark's grader, or
+    all; []: none, because the environment judges."""
     k: int = Field(1, ge=1, le=ROWS)
     """Answers to each problem: for avg@k and pass@k."""
     threshold: float = 1.0
@@ -67,12 +103,34 @@ class EvalSetConfig(Section):
     @property
     def label(self) -> str:
         """Name in metrics."""
-        return self.name or PurePath(self.path.rpartition(":")[2]).stem
+        return self.name or self.benchmark or PurePath(self.place.rpartition(":")[2]).stem
+
+    @property
+    def place(self) -> str:
+        """Path of the rows, or name of the benchmark that has one of its own."""
+        return self.path or self.benchmark or ""
+
+    @property
+    def graders(self) -> list[RewardConfig]:
+        """The benchmark's own judges; empty if [[rewards]] or the environment judge."""
+        return GRADERS.get(self.benchmark or "", []) if self.rewards is None else []
+
+    @model_validator(mode="after")
+    def check_source(self) -> "EvalSetConfig":
+        """Refuse a set without rows, and examples that nothing reads."""
+        if self.path is None and self.benchmark is None:
+            raise ValueError(
+                "an eval set needs rows: set path to a file, a folder or a Hub id, or benchmark"
+            )
+        if self.examples is not None and self.benchmark != "mmlu_pro":
+            raise ValueError('examples has no effect unless benchmark is "mmlu_pro"; remove it')
+        return self
 
     def dataset(self) -> DatasetConfig:
         """The rows, as a dataset section."""
-        values = {key: getattr(self, key) for key in ("path", "fields", "options", "max_rows")}
-        return DatasetConfig(name=self.subset, split=self.split or "test", **values)
+        values = {key: getattr(self, key) for key in ("fields", "options", "max_rows")}
+        split = self.split or "test"
+        return DatasetConfig(path=self.place, name=self.subset, split=split, **values)
 
 
 class EvalConfig(Section):

@@ -17,10 +17,10 @@ class RewardConfig(Section):
     """Reward function; a completion's reward is the weighted sum of all of them."""
 
     function: Place | None = None
-    """A built-in (math, exact_match, format, regex, length, json_schema, python_tests,
-    vllm_reward), an entry point's name, "package.module:function" or "file.py:function". It is
-    called as TRL calls one, with `prompts`, `completions` and the columns of the row, and returns a
-    number or None each."""
+    """A built-in (math, choice, ifeval, exact_match, format, regex, length, json_schema,
+    python_tests, vllm_reward), an entry point's name, "package.module:function" or
+    "file.py:function". It is called as TRL calls one, with `prompts`, `completions` and the columns
+    of the row, and returns a number or None each."""
     model: ModelConfig | None = None
     """Instead of a function: a reward model beside the policy on the devices that train, named by
     the keys of section model (path, compute_dtype, ...). It judges each answer at its last token; a
@@ -74,6 +74,7 @@ def find_reward_conflicts(config: Any) -> Iterator[str]:
                     f" {reward_names}"
                 )
         needed = key.startswith("eval") or not config.task.rewards_itself
+        judges = getattr(entry, "graders", None) or judges
         if needed and (entry.env or config.env).kind in SILENT and not judges:
             yield (
                 f"{key}: nothing judges the answers; add a [[rewards]] table with a function, or"

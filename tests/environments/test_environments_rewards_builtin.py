@@ -26,6 +26,9 @@ def judge(name, completions, **columns):
         (r"<think>\boxed{42}</think> I do not know", "42", 0.0),
         (r"<think>41?</think> \boxed{42}", "2 * 21 = 42\n#### 42", 1.0),
         (r"\boxed{\{1, 2\}}", r"\{2, 1\}", 1.0),
+        ("down to 33%\n#### 33", "33", 1.0),
+        ("#### Sum\n2 + 2 is 4", "4", 1.0),
+        (r"it costs \boxed{\$32,\!348}", r"\$32,\!348", 1.0),
         ("", "42", 0.0),
     ],
 )

@@ -1,6 +1,7 @@
 """Sets of problems through the front door: in the loop of an RL and of an SFT run and by the verb,
 with the numbers recomputed from the answers that samples.jsonl keeps."""
 
+import csv
 import json
 from pathlib import Path
 
@@ -115,6 +116,19 @@ def test_the_verb_repeats_the_loops_answers(trained, place, capsys):
     assert again == [a for a in read_answers(folder) if a["step"] == 2]
     (line,) = read(folder / "eval" / "metrics.jsonl")
     assert read_evals(folder)[2].items() <= line.items()
+
+    # A benchmark's grader alone counts, whatever the environment says.
+    rows = [
+        {**row, "question": "2 + 2?", "answer": "so\n#### 4"} for row in read(place / "legs.jsonl")
+    ]
+    (file := place / "sums.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    words = (f"--benchmark=gsm8k={file}", "eval.sets.0.k=2", "eval.sets.0.temperature=1.0")
+    output = place / f"benchmark_{folder.name}"
+    assert run("eval", folder, *words, "--output", output) == 0
+    table = list(csv.DictReader((output / "results.csv").read_text().splitlines()))
+    assert [(line["set"], line["problems"], line["k"]) for line in table] == [("gsm8k", "3", "2")]
+    lines = read(output / "samples.jsonl")
+    assert len(lines) == 6 and {a["reward"] - a["rewards"]["math"] for a in lines} == {0.0}
 
     # The config's own weights are those of step 0; another seed draws other answers.
     second = place / f"verb_{folder.name}"

@@ -21,6 +21,8 @@ from jaxtrain.errors import UserError
 
 BUILTIN = {
     "math": "jaxtrain.environments.rewards.math_answer:math",
+    "choice": "jaxtrain.environments.rewards.benchmarks:choice",
+    "ifeval": "jaxtrain.environments.rewards.benchmarks:ifeval",
     "exact_match": "jaxtrain.environments.rewards.texts:exact_match",
     "format": "jaxtrain.environments.rewards.texts:format",
     "regex": "jaxtrain.environments.rewards.texts:regex",

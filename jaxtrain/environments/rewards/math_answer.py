@@ -9,6 +9,8 @@ from jaxtrain.errors import UserError
 
 PROSE = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}\s+[A-Za-z]{2,}")
 """Two consecutive words: a worked solution, not an expression."""
+GSM8K = re.compile(r"####\s*(\S[^\n]*?)\s*\Z")
+"""The last line of GSM8K's solutions."""
 
 
 def math(
@@ -32,7 +34,7 @@ def math(
 
     def read_gold(answer: Any) -> list[Any]:
         text = str(answer).rsplit("####", 1)[-1].strip()
-        marked = "$" in text or "boxed" in text or PROSE.search(text)
+        marked = "$" in text.replace("\\$", "") or "boxed" in text or PROSE.search(text)
         return read(text) if marked else read(rf"\boxed{{{text}}}") or read(text)
 
     gold: dict[str, list[Any]] = {}
@@ -41,7 +43,9 @@ def math(
         key = str(answer)
         if key not in gold:
             gold[key] = read_gold(answer)
-        final_answer = read(without_thinking(text_of(completion)))
+        text = without_thinking(text_of(completion))
+        line = GSM8K.search(text)  # whose solutions may end in a sentence before it
+        final_answer = read(line[1] if line and "boxed" not in text else text)
         equal = bool(gold[key]) and verify(gold[key], final_answer, timeout_seconds=None)
         scores.append(float(equal) if gold[key] else None)
     return scores

@@ -34,6 +34,8 @@ class Rewards:
         self.functions = list(functions)
         self.retries = retries
         self.weights = {function.label: function.weight for function in functions}
+        self.env_weight = 1.0
+        """Factor of rewards that the environment gives."""
         self.keys = {entry.label: f"rewards.{index}" for index, entry in enumerate(functions)}
         self.counters: Counter[str] = Counter()
         self.pool = WorkerPool(workers)
@@ -45,6 +47,14 @@ class Rewards:
         if names is not None:
             subset.functions = [function for function in self.functions if function.label in names]
         return subset
+
+    def using(self, functions: Sequence[RewardConfig], key: str) -> "Rewards":
+        """Return a view in which these functions alone count; `key` names them in messages."""
+        view = copy.copy(self)
+        view.functions = list(functions)
+        view.weights = {function.label: function.weight for function in functions}
+        view.keys, view.env_weight = {function.label: key for function in functions}, 0.0
+        return view
 
     def check(self) -> None:
         """Look up every function in a worker; UserError if one cannot be imported."""
@@ -121,7 +131,9 @@ class Rewards:
         present = {name: value for name, value in scores.items() if value is not None}
         if not present:
             return None
-        return sum(self.weights.get(name, 1.0) * value for name, value in present.items())
+        return sum(
+            self.weights.get(name, self.env_weight) * value for name, value in present.items()
+        )
 
     def close(self) -> None:
         """Stop the workers."""

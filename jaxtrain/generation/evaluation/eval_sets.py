@@ -10,9 +10,11 @@ pass@j is the unbiased estimate from k answers of which c solve the problem (Che
 """
 
 import asyncio
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb
+from statistics import stdev
 from typing import Any
 
 from jaxtrain.config.evals import EvalSetConfig
@@ -153,9 +155,10 @@ def pass_at(j: int, k: int, solved: int) -> float:
 
 
 def summarize(answered: Sequence[AnsweredProblem], k: int, threshold: float) -> dict[str, float]:
-    """Return means over problems: reward, avg@k (share of solving answers), pass@j for powers of
-    two up to k, length, share cut off, each reward function by name, and what the environment
-    measured (over all episodes that did not fail); then those of each speaker behind its name."""
+    """Return means over problems: reward, avg@k (share of solving answers) with its standard error
+    over problems (answers to one are no independent draws), pass@j for powers of two up to k,
+    length, share cut off, each reward function by name, and what the environment measured (over all
+    episodes that did not fail); then those of each speaker behind its name."""
     numbers = summarize_one(answered, k, threshold)
     for name in dict.fromkeys(name for problem in answered for name in problem.speakers):
         of_speaker = summarize_one([problem.of(name) for problem in answered], k, threshold)
@@ -172,7 +175,10 @@ def summarize_one(
     solved = [sum(total >= threshold for total in problem.totals) for problem in answered]
     counts = [(n, count) for n, count in zip(num_answers, solved, strict=True) if n]
     totals = [total for problem in answered for total in [*problem.totals, *[0.0] * problem.failed]]
-    metrics = {"reward": mean(totals), f"avg@{k}": mean([count / n for n, count in counts])}
+    shares = [count / n for n, count in counts]
+    metrics = {"reward": mean(totals), f"avg@{k}": mean(shares)}
+    if len(shares) > 1:
+        metrics["stderr"] = stdev(shares) / math.sqrt(len(shares))
     powers = [1 << power for power in range(k.bit_length()) if 1 << power <= k]
     for j in sorted({*powers, k}):
         if chances := [pass_at(j, n, count) for n, count in counts if n >= j]:

@@ -4,6 +4,7 @@ rows, env, rewards, seed ─> eval_sets.answer_set ─> {"eval/gsm8k/pass@4": 0.
                                                     the best and the worst answers for people
 """
 
+import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 from jaxtrain.config import Config, EvalSetConfig
 from jaxtrain.config.policies import list_judges
 from jaxtrain.core.bundle import ModelBundle
-from jaxtrain.data.sources.prompt_sets import read_prompt_set
+from jaxtrain.data.sources.prompt_sets import read_answer, read_prompt_set
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.environments.guarded import GuardedEnv, open_guarded
 from jaxtrain.environments.rewards import Rewards, open_rewards
@@ -21,6 +22,7 @@ from jaxtrain.generation.engine import Engine
 from jaxtrain.generation.engines import seed_sampling
 from jaxtrain.generation.episode_engine import with_policies
 from jaxtrain.generation.episodes import Env, Episode
+from jaxtrain.generation.evaluation.benchmark_metrics import average_sets, measure_benchmark
 from jaxtrain.generation.evaluation.eval_sets import (
     AnsweredProblem,
     SetRules,
@@ -81,6 +83,7 @@ class ProblemSets:
                 self.progress = ""
                 loop.close(engine.close)
             numbers = summarize(answered, section.k, section.threshold)
+            numbers |= measure_benchmark(section, answered)
             metrics |= {f"eval/{section.label}/{name}": value for name, value in numbers.items()}
             sampled(step, list_answers(section.label, answered))
             if self.show:
@@ -88,7 +91,7 @@ class ProblemSets:
                 self.log(
                     "\n".join([f"{section.label}, {len(rows)} problems at step {step}", *lines])
                 )
-        return metrics
+        return metrics | average_sets(metrics, [section for section, _ in self.sets])
 
     async def answer(
         self, index: int, section: EvalSetConfig, rows: Sequence[Mapping[str, Any]], engine: Engine
@@ -101,22 +104,25 @@ class ProblemSets:
             ended, self.num_drawn = ended + 1, self.num_drawn + episode.num_sampled
             self.progress = f"{ended:,} of {count:,} answers to {section.label}"
 
+        rewards = self.rewards.only(section.rewards)
+        if section.graders:
+            rewards = self.rewards.using(section.graders, f"eval.sets.{index}.benchmark")
         try:
             answered = await answer_set(
                 rows,
                 self.envs[index],
                 engine,
                 set_sampling(self.sampling, section),
-                SetRules(self.rewards.only(section.rewards), section.k, self.policies),
+                SetRules(rewards, section.k, {} if section.graders else self.policies),
                 Failures(log=self.log),
                 note,
             )
         except UserError as error:
-            raise UserError(f"eval.sets.{index} ({section.path}): {error}") from None
+            raise UserError(f"eval.sets.{index} ({section.place}): {error}") from None
         scores = [score for problem in answered for score in problem.scores]
         if scores and not any(scores):
             raise UserError(
-                f"eval.sets.{index} ({section.path}): no reward judges the answers: add a"
+                f"eval.sets.{index} ({section.place}): no reward judges the answers: add a"
                 " [[rewards]] table with a function, or an env that gives rewards itself for rows"
                 " such as these"
             )
@@ -154,7 +160,7 @@ def open_problem_sets(
             stack.callback(envs[-1].close)
         sets = ProblemSets(config, envs, rewards, log)
         for index, (env, (section, rows)) in enumerate(zip(envs, sets.sets, strict=True)):
-            measure_prompts(rows, env.env, f"eval.sets.{index} ({section.path})", log)
+            measure_prompts(rows, env.env, f"eval.sets.{index} ({section.place})", log)
             env.inspect(rows, log)
         stack.pop_all()
         return sets
@@ -165,12 +171,18 @@ def read_problems(index: int, section: EvalSetConfig) -> list[dict[str, Any]]:
     key = f"eval.sets.{index}"
     if section.benchmark:
         benchmark = read_prompt_set(
-            section.benchmark, section.path, f"{key}.path", section.max_rows
+            section.benchmark,
+            section.path,
+            f"{key}.path",
+            section.max_rows or sys.maxsize,
+            examples=section.examples,
         )
-        check_columns(benchmark.rows, section.fields, f"{key}.fields", section.path)
+        check_columns(benchmark.rows, section.fields, f"{key}.fields", section.place)
+        rows = zip(benchmark.rows, benchmark.turns, benchmark.origins, strict=True)
+        name = section.benchmark if section.graders and "answer" not in section.fields else None
         return [
-            {**rename(row, section.fields), "prompt": turns[0]}
-            for row, turns in zip(benchmark.rows, benchmark.turns, strict=True)
+            {**rename(row, section.fields), **read_answer(name, row, origin), "prompt": turns[0]}
+            for row, turns, origin in rows
         ]
     try:
         rows = open_prompts(section.dataset(), key)
