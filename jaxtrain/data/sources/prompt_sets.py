@@ -311,8 +311,8 @@ def read_prompt_set(
     for index in sample(len(rows), prompt_set.size if most is None else most):
         row, origin = rows[index], rows.origin(index)
         turns = read_turns(name, row, origin)
-        if prompt_set.preface:
-            preface = read_columns(name, row, origin, lambda row: prompt_set.preface(row, solved))
+        if introduce := prompt_set.preface:
+            preface = read_columns(name, row, origin, lambda row: introduce(row, solved))
             turns = (preface + turns[0], *turns[1:])
         conversations.turns.append(turns if all_turns else turns[:1])
         conversations.rows.append(row)
