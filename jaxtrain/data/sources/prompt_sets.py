@@ -312,7 +312,9 @@ def read_prompt_set(
         row, origin = rows[index], rows.origin(index)
         turns = read_turns(name, row, origin)
         if introduce := prompt_set.preface:
-            preface = read_columns(name, row, origin, lambda row: introduce(row, solved))
+            preface = read_columns(
+                name, row, origin, lambda row, write=introduce: write(row, solved)
+            )
             turns = (preface + turns[0], *turns[1:])
         conversations.turns.append(turns if all_turns else turns[:1])
         conversations.rows.append(row)
