@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -36,6 +37,19 @@ def run_eval(argv: list[str]) -> int:
         " times. Its keys are eval.sets.0.k=4 and so on",
     )
     parser.add_argument(
+        "--lm-eval",
+        metavar="TASKS",
+        help="answer tasks of lm-evaluation-harness instead, such as gsm8k,ifeval",
+    )
+    parser.add_argument(
+        "--lm-eval-option",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="of the harness: num_fewshot, limit, apply_chat_template, fewshot_as_multiturn,"
+        " system_instruction, gen_kwargs, include_path (of own tasks); several times",
+    )
+    parser.add_argument(
         "--output", type=expand_path, help="folder for what is generated; default: RUN/eval"
     )
     args = parser.parse_intermixed_args(argv)
@@ -46,6 +60,10 @@ def run_eval(argv: list[str]) -> int:
             "eval: give either RUN (a run's output_dir), MODEL (a folder or a Hub id) or"
             " --config FILE"
         )
+    if args.lm_eval is not None:
+        return evaluate_tasks(args, runs, overrides)
+    if args.lm_eval_option:
+        raise UserError("eval: --lm-eval-option has no effect without --lm-eval")
     if args.benchmark:
         overrides = [name_sets(args.benchmark), *overrides]
 
@@ -71,6 +89,21 @@ def run_eval(argv: list[str]) -> int:
 
     folder = Path(runs[0]) if runs else None
     return run_together(read, lambda parallel: (parallel, folder), work)
+
+
+def evaluate_tasks(args: argparse.Namespace, runs: list[str], overrides: list[str]) -> int:
+    """Answer tasks of lm-evaluation-harness with a model, in one process."""
+    if not runs or args.benchmark:
+        raise UserError("eval: --lm-eval goes with RUN or MODEL, without --config and --benchmark")
+    from jaxtrain.api import Model
+    from jaxtrain.cli.lm_harness import run_harness
+
+    folder = Path(runs[0])
+    is_run = (folder / "checkpoints").is_dir()
+    output = args.output or (folder if is_run else Path("runs") / folder.name) / "eval"
+    model = Model(runs[0], overrides, own_dtype=True)
+    run_harness(model, args.lm_eval.split(","), args.lm_eval_option, output)
+    return 0
 
 
 def evaluate_command(
