@@ -70,6 +70,12 @@ if not hasattr(mlir, "_create_ir_context"):
 gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 
+
+def pytest_collection_finish(session):
+    """Set the modules and tests that collection has made aside, too."""
+    gc.freeze()
+
+
 # The same examples each time: a change is not refused for what an older one did. To look for new
 # ones: pytest --hypothesis-profile=search.
 settings.register_profile("repeat")

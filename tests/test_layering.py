@@ -142,6 +142,7 @@ def at_import(node: ast.AST):
             yield from at_import(child)
 
 
+@functools.cache
 def imports(path: Path, *, lazy: bool = True) -> list[tuple[int, str]]:
     """(line, module) of every import in a file; lazy: those inside functions, too."""
     imported = []
@@ -156,6 +157,7 @@ def imports(path: Path, *, lazy: bool = True) -> list[tuple[int, str]]:
     return imported
 
 
+@functools.cache
 def graph(*, packages: bool = True) -> dict[str, set[str]]:
     """{module: modules of ours that are imported with it}."""
     nodes = {

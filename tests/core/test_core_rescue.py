@@ -85,7 +85,9 @@ def raise_next(errors):
         raise error
 
 
-@pytest.mark.parametrize("where", ["next", "update", "evaluate"])
+@pytest.mark.parametrize(
+    "where", ["next", "update", pytest.param("evaluate", marks=pytest.mark.slow)]
+)
 def test_any_error_after_a_step_saves_first(sft, whole, tmp_path, monkeypatch, capsys, where):
     """In the data, at a step that was asked for but not made, in an evaluation after it."""
     folder, error = tmp_path / "run", KeyError("a bug")

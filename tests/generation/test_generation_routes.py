@@ -56,6 +56,7 @@ def test_the_sampler_records_what_the_full_forward_does(model):
     assert len({tuple(row) for row in routed_BTR[0]}) > 10, "all tokens go alike"
 
 
+@pytest.mark.slow
 def test_training_goes_where_it_is_told(model):
     """Any experts but those of the router's choice; where they are missing or twice the same, it
     chooses. In layers before the first difference the choice is that of the plain pass."""

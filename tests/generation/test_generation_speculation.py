@@ -129,6 +129,7 @@ def test_cycles_of_a_draft_that_is_always_right_or_wrong(models, plain, right):
         assert len(entry.lengths) == (-(-drawn // (K + 1)) if right else drawn)
 
 
+@pytest.mark.slow
 def test_the_draft_is_told_what_the_target_has_read(models, plain):
     """After chunks of both kinds the draft holds the tokens and captured states of the full forward
     pass, and nothing of guesses that were turned down."""

@@ -20,6 +20,7 @@ LONG = {
     "test_kernels_ssd::test_a_forest_is_its_branches",
     "test_kernels_strict",
     "test_kernels_tree_attention::test_any_block_size_on_random_forests",
+    "test_kernels_tree_attention::test_cases_match_the_ancestor_walk",
     "test_kernels_tree_attention::test_since_blocks_and_fewer_queries_than_keys",
     "test_kernels_tree_attention_cudnn",
     "test_kernels_tree_attention_gpu",

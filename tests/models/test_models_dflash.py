@@ -144,6 +144,7 @@ def cases():
     return batch, params, rebuild, tables, rebuild_ends
 
 
+@pytest.mark.slow
 def test_logits_loss_and_gradients_are_those_of_the_formulas():
     """float64, both sides differ by the order of sums: a few 1e-15 of numbers around 1."""
     with jax.enable_x64(True):

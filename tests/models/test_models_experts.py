@@ -13,7 +13,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.models import build, families
 
 MESHES = [
-    {"expert": 2, "tensor": 2},
+    pytest.param({"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
     pytest.param({"fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
     pytest.param({"expert": 4}, marks=pytest.mark.slow),
 ]
