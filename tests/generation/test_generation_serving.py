@@ -110,6 +110,46 @@ def test_tool_calls_come_whole(tokenizer):
     assert bare["choices"][0]["message"]["content"].endswith(CALL)  # none were offered
 
 
+@pytest.mark.parametrize("forced", ["required", "calculator"])
+def test_a_forced_call_is_json_of_the_function(tokenizer, forced):
+    from jaxtrain.generation.local.constraints import Grammars
+
+    other = {"type": "function", "function": {"name": "other"}}
+    text = '{"name": "calculator", "parameters": {"expression": "2 + 2"}}'
+    choice = forced
+    if forced != "required":
+        choice = {"type": "function", "function": {"name": forced}}
+    with serving(tokenizer, WatchedScript(tokenizer, text), max_model_len=512) as served:
+        body = {"messages": ASK, "tools": [*TOOLS, other], "tool_choice": choice}
+        status, whole = served.post(CHAT, **body)
+        assert status == 200, whole
+        chunks = [c for chunk in served.stream(CHAT, **body) for c in chunk["choices"]]
+        ((_, sampling, _, _), _) = served.model.engine.asked
+        missing = {"type": "function", "function": {"name": "nobody"}}
+        status, refused = served.post(CHAT, **{**body, "tool_choice": missing})
+    (answer,) = whole["choices"]
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"]["name"] == "calculator" and not answer["message"]["content"]
+    assert json.loads(call["function"]["arguments"]) == {"expression": "2 + 2"}
+    assert answer["finish_reason"] == chunks[-1]["finish_reason"] == "tool_calls"
+    assert chunks[-1]["delta"]["tool_calls"][0]["function"] == call["function"]
+    assert status == 400 and "'nobody', but the functions of tools are: " in str(refused)
+    pytest.importorskip("llguidance", reason="no llguidance")
+    grammars, ends = Grammars(tokenizer, 512), [tokenizer.eos_token_id]
+    for written, fits in ((text, True), ('{"name": "x', False), (text.replace('"2', "2"), False)):
+        constraint = grammars.begin(sampling.structured_outputs, ends)
+        assert matches(constraint, tokenizer, written) == fits, written
+
+
+def matches(constraint, tokenizer, text):
+    """Return whether a constraint allows each token of a text."""
+    for token in encode(tokenizer, text):
+        if not int(constraint.allowed[token // 32]) >> (token % 32) & 1:
+            return False
+        constraint.accept(token)
+    return True
+
+
 def test_a_request_samples_as_it_says(server):
     asked = server.model.engine.asked
     server.post(CHAT, messages=ASK, temperature=0.5, top_p=0.9, top_k=-1, min_p=0.1, seed=-1, n=2)
@@ -134,7 +174,18 @@ def test_a_request_samples_as_it_says(server):
         (CHAT, {"messages": ASK, "presence_penalty": 1}, 400, "presence_penalty"),
         (CHAT, {"messages": ASK, "logit_bias": {"5": 1}}, 400, "logit_bias"),
         (CHAT, {"messages": ASK, "temprature": 1}, 400, "temprature"),
-        (CHAT, {"messages": ASK, "tool_choice": "required", "tools": TOOLS}, 400, "tool_choice"),
+        (CHAT, {"messages": ASK, "tool_choice": "required"}, 400, "tool_choice"),
+        (CHAT, {"messages": ASK, "tool_choice": "maybe", "tools": TOOLS}, 400, "tool_choice"),
+        (CHAT, {"messages": ASK, "tool_choice": {"type": "function"}}, 400, "tool_choice"),
+        (
+            CHAT,
+            {
+                **{"messages": ASK, "tools": TOOLS, "guided_choice": ["a"]},
+                "tool_choice": "required",
+            },
+            400,
+            "tool_choice",
+        ),
         (CHAT, {"messages": [{"role": "user", "content": "x " * 4000}]}, 400, "prompt"),
         (CHAT, {"messages": []}, 400, "messages"),
         (CHAT, {"messages": ASK, "logprobs": True, "top_logprobs": 2}, 400, "logprobs"),

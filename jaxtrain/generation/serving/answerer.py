@@ -349,7 +349,7 @@ class Answers:
             self.form.decode,
             ends=request.ends,
             stops=request.sampling.stop,
-            family=self.form.family if request.tools else "",
+            family=request.family,
             opened=request.opened,
         )
 

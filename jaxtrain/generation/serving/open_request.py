@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, NoReturn
 from pydantic import ValidationError
 
 from jaxtrain.config.limits import SEED
+from jaxtrain.config.task import StructuredOutputs
 from jaxtrain.data.chat.template import TemplateFailed, encode, end_of_turn_ids
 from jaxtrain.environments.chat_request import (
     check_top_logprobs,
@@ -77,6 +78,8 @@ class OpenRequest(NamedTuple):
     ends: tuple[int, ...]
     """Tokens that end an answer."""
     tools: list[dict[str, Any]]
+    family: str
+    """Format of the calls in answers; "" if none are read."""
     opened: bool
     """True if the prompt opens a thought."""
     logprobs: int | None
@@ -116,9 +119,8 @@ class ServingFormat:
         """Parse POST /v1/chat/completions; RequestRefused."""
         check_fields(body, OPEN_CHAT, note)
         top = check_top_logprobs(body)
-        if body.get("tool_choice") not in (None, "auto", "none"):
-            refuse("tool_choice: only auto and none are served, no forced call")
         tokens, tools, opened = self.render(body, note)
+        forced = force_call(body.get("tool_choice"), tools)
         stops = read_stop_ids(body, self.vocab_size)
         assert self.template is not None, "render refuses without one"
         return self._finish(
@@ -127,7 +129,10 @@ class ServingFormat:
             chat=True,
             ends=(*self.template.ends, *stops),
             tools=tools,
-            opened=opened,
+            # A forced call is nothing but JSON, whatever the chat template's own format.
+            family="llama3" if forced else self.family if tools else "",
+            forced=forced,
+            opened=opened and not forced,
             logprobs=top if body.get("logprobs") else None,
             echo=False,
         )
@@ -159,6 +164,8 @@ class ServingFormat:
             chat=False,
             ends=(*self.eos, *stops),
             tools=[],
+            family="",
+            forced=None,
             opened=False,
             logprobs=read_logprobs(body),
             echo=bool(body.get("echo")),
@@ -184,8 +191,14 @@ class ServingFormat:
         return prompt
 
     def _finish(
-        self, body: Mapping[str, Any], prompts: list[list[int]], **rest: Any
+        self,
+        body: Mapping[str, Any],
+        prompts: list[list[int]],
+        *,
+        forced: dict[str, Any] | None,
+        **rest: Any,
     ) -> OpenRequest:
+        """Parse what both kinds have. forced: JSON schema that every answer must match."""
         n = 1 if body.get("n") is None else body["n"]
         if not 1 <= n * len(prompts) <= MAX_CHOICES:
             refuse(f"n {show(n, 40)}: a request has 1 to {MAX_CHOICES} answers")
@@ -196,6 +209,11 @@ class ServingFormat:
                 self._refuse_length(f"{len(tokens)} tokens")
         room = self.max_model_len - max(map(len, prompts))
         sampling, draws = read_sampling(body, room, room if rest["chat"] else COMPLETION_TOKENS)
+        if forced and sampling.structured_outputs:
+            refuse("tool_choice forces a call, so nothing else can say what an answer must match")
+        if forced:
+            structured = StructuredOutputs(json_schema=forced)
+            sampling = sampling.model_copy(update={"structured_outputs": structured})
         if not (draws or rest["echo"]):
             refuse("max_tokens 0 leaves nothing to answer; it is for echo alone")
         if rest["logprobs"] and sampling.structured_outputs:
@@ -220,6 +238,39 @@ class ServingFormat:
             f" answer needs one; the prompt has {size}",
             "prompt",
         )
+
+
+def force_call(choice: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any] | None:
+    """Return the JSON schema of the call that tool_choice forces: of one function by name, or of
+    any ("required"); None if none is forced. RequestRefused."""
+    if choice in (None, "auto", "none"):
+        return None
+    named = choice.get("function") if isinstance(choice, dict) else None
+    name = named.get("name") if isinstance(named, dict) else None
+    if choice != "required" and not (isinstance(name, str) and choice.get("type") == "function"):
+        refuse(
+            "tool_choice must be auto, none, required or an object with type function and"
+            f" function.name, found {show(choice, 80)}"
+        )
+    functions = [tool["function"] for tool in tools]
+    chosen = [entry for entry in functions if name in (None, entry["name"])]
+    if not chosen:
+        names = ", ".join(show(entry["name"], 40) for entry in functions) or "none"
+        wanted = "a call" if name is None else show(name, 40)
+        refuse(f"tool_choice forces {wanted}, but the functions of tools are: {names}")
+    calls = [
+        {
+            "type": "object",
+            "properties": {
+                "name": {"const": entry["name"]},
+                "parameters": entry.get("parameters") or {"type": "object"},
+            },
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for entry in chosen
+    ]
+    return calls[0] if len(calls) == 1 else {"anyOf": calls}
 
 
 def read_sampling(body: Mapping[str, Any], room: int, longest: int) -> tuple[Sampling, bool]:
