@@ -160,7 +160,9 @@ def load_module(module_name: str, *, key: str) -> ModuleType:
                 if is_file
                 else importlib.import_module(module_name)
             )
-    except FAILURES as error:  # the border: whatever an import of foreign code may raise
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # the border: whatever an import of foreign code may raise
         if isinstance(error, ModuleNotFoundError) and f"{module_name}.".startswith(
             f"{error.name}."
         ):

@@ -84,7 +84,8 @@ def read_answers(path: Path, args: argparse.Namespace) -> dict[str, Problems]:
     candidates = [path, path / "eval" / SAMPLES, path / SAMPLES]
     file = next((candidate for candidate in candidates if candidate.is_file()), None)
     if file is None:
-        raise UserError(f"compare: {path} holds no answers; `jaxtrain eval` writes {SAMPLES}")
+        problem = "holds no answers" if path.exists() else "does not exist"
+        raise UserError(f"compare: {path} {problem}; `jaxtrain eval` writes {SAMPLES}")
     steps: dict[str, float] = {}
     sets: dict[str, Problems] = {}
     for record in read_records(file):

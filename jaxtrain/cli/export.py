@@ -79,7 +79,8 @@ def export_command(
     if (source / CONFIG).is_file():
         raise UserError(f"export: {source} is an adapter; jaxtrain merge makes a model of it")
     if output is None:
-        raise UserError(f"export: {source} is a model folder; name where to write with --output")
+        problem = "is no run" if source.exists() else "does not exist"
+        raise UserError(f"export: {source} {problem}; of a model name where to write with --output")
     require_replaceable(output)
     folder = find_folder(str(source), weights=True)
     file = folder / "config.json"

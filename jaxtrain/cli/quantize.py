@@ -74,7 +74,10 @@ def quantize_command(args: argparse.Namespace) -> None:
     is_run = (source / "checkpoints").is_dir() or holds_run(source / "config.json")
     output = args.output or (source / f"quantized-{args.scheme}" if is_run else None)
     if output is None:
-        raise UserError(f"quantize: {source} is no run; name where to write with --output")
+        problem = "is no run" if source.exists() else "does not exist"
+        raise UserError(
+            f"quantize: {source} {problem}; of a model name where to write with --output"
+        )
     if args.group < 1:
         raise UserError(f"--group {args.group} is no size of a group; 128, 64 or 32 are usual")
     if not is_run and args.step is not None:

@@ -194,6 +194,12 @@ def test_export_casts_and_cuts_a_model_folder(folder, tmp_path, capsys, dtype):
         np.testing.assert_array_equal(api.logits(output, texts)[0], api.logits(folder, texts)[0])
 
 
+@pytest.mark.parametrize("words", [["export"], ["quantize", "--scheme", "int8"]])
+def test_a_missing_folder_is_called_missing(tmp_path, capsys, words):
+    assert run(words[0], tmp_path / "nowhere", *words[1:]) == 2
+    assert "nowhere does not exist; of a model name where" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     "words, message",
     [

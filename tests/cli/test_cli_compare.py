@@ -73,13 +73,15 @@ def test_other_problems_are_refused(tmp_path, capsys):
     write(tmp_path / "a", draw(5), rewards={"math": 1.0})
     write(tmp_path / "b", draw(4) | {"other": [1.0], "q": [0.0]})
     write(tmp_path / "c", {"p0": [1.0]}, name="code")
+    (tmp_path / "empty").mkdir()
     cases = {
         (
             "a",
             "b",
         ): "1 are in the first (before) alone and 2 in the second (after) alone",
         ("a", "c"): "has no answers to 'code'; its sets are 'math'",
-        ("a", "nowhere"): "holds no answers; `jaxtrain eval` writes samples.jsonl",
+        ("a", "empty"): "holds no answers; `jaxtrain eval` writes samples.jsonl",
+        ("a", "nowhere"): "nowhere does not exist; `jaxtrain eval` writes samples.jsonl",
         ("c", "c"): "has one problem",
         ("a", "a", "--reward", "x"): "the rewards are 'math'",
     }

@@ -63,6 +63,7 @@ def test_where_modules_will_do_a_path_may_be_one(my_package):
             "import sys\nsys.exit(0)\n",
             r"SystemExit: it ends the program, by sys.exit\(0\) \(.*broken.py:2\)",
         ),
+        ("raise BaseException('gone')\n", r"BaseException: gone \(.*broken.py:1\)"),
         ("raise SystemExit\n", r"SystemExit: .* by sys.exit\(None\) \(.*broken.py:1\)"),
     ],
 )
