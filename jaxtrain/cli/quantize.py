@@ -176,8 +176,8 @@ def choose_matrices(folder: Path, family: str | None = None) -> set[str]:
         )
     names = {
         f"{module}.weight" if not module.endswith(".weight") else module
-        for linear in find_linears(config).values()
-        if linear.preset is not None
+        for path, linear in find_linears(config).items()
+        if linear.preset is not None and not path.startswith("vision.")
         for module in linear.modules
         if not any(fnmatchcase(module, pattern) for pattern in KEPT)
     }
@@ -268,7 +268,8 @@ def open_again(trained: Trained, folder: Path) -> ModelSnapshot:
         role = dataclasses.replace(roles.roles[roles.trained], bundle=parts)
         roles = Roles({roles.trained: role})
     tensors = loading.read_params(folder, parts.mesh, architecture, **parts.options)
-    weights = {path: value.astype(roles.trained_shapes[path].dtype) for path, value in tensors}
+    shapes = {**roles.copy_shapes, **roles.trained_shapes}
+    weights = {path: value.astype(shapes[path].dtype) for path, value in tensors}
     base_weights = {path: value for path, value in snapshot.weights.items() if path not in weights}
     if trained.snapshot.roles.bundle.adapter is not None:
         base_weights = {}

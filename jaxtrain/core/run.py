@@ -188,7 +188,7 @@ def describe_programs(session: Session) -> str:
 def describe_start(session: Session) -> str:
     """Return a line that describes what is about to be trained."""
     roles, last = session.roles, session.rounds.total_steps
-    model = roles.params(roles.trained, {**session.frozen, **session.state.params})
+    model = roles.params(roles.trained, session.snapshot().weights)
     params = sum(count_weights(path, value) for path, value in model.items())
     trained = sum(value.size for value in session.state.params.values())
     trained *= max(1, len(session.policies))

@@ -18,6 +18,7 @@ from test_models_families import leaves, make_torch, read_flat, relative_error
 from tiny_vision import IMAGE, VISION, make_batch, merge_of, pack_images, processed
 
 from jaxtrain.batch import IMAGE_SLOT
+from jaxtrain.cli.quantize import choose_matrices
 from jaxtrain.distributed.feed import feed
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.distributed.sharding import shardings
@@ -63,6 +64,9 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     ):
         if key not in (*aside, "text_config", "vision_config"):
             assert again[key] == value, key
+
+    stored = choose_matrices(tmp_path / "theirs")  # in fewer bits: those of the text alone
+    assert stored and not any("vis" in tensor or "connector" in tensor for tensor in stored)
 
     batch, sequences, images = make_batch(VISION[name])
     tokens = np.asarray(batch.tokens)
