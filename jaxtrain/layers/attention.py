@@ -132,6 +132,8 @@ class Attention(Mixer):
         self.sinks = nnx.Param(zeros_N, axes=("heads",)) if options.sinks else None
         self.stored: Stored = "default"
         """Storage of the state's keys and values; set by `store_cache`."""
+        self.rings = True
+        """Slots of a layer with a window are used again; else position p has slot p."""
 
     @override
     def init_state(
@@ -139,8 +141,10 @@ class Attention(Mixer):
     ) -> KV | StoredKV | tuple[()]:
         if self.imports:
             return ()
-        # A layer with a window needs no more slots than the window has: they become a ring.
-        slots = slots if spec.window is None else min(slots, spec.window)
+        if spec.window is not None:
+            # A layer with a window needs no more slots than the window has: they become a ring.
+            # Where there is none, exactly as many slots must not look like one.
+            slots = min(slots, spec.window) if self.rings else slots + (slots == spec.window)
         return empty((rows, slots, self.num_kv_heads, self.head_dim), dtype, self.stored)
 
     @override
@@ -169,20 +173,33 @@ class Attention(Mixer):
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: State = None
     ) -> tuple[jax.Array, State | SharedKV]:
-        q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self._project(x_BTD, inputs.angles)
-        if self.position_scale is not None:
-            scale_BT = self.position_scale(inputs.context.positions, q_BTNH.dtype)
-            q_BTNH = q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
+        q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self.read(
+            x_BTD, inputs.angles, inputs.context.positions
+        )
         if self.imports:
             rounded = inputs.imported
         else:
             rounded = add_to_cache(k_BTKH, v_BTKH, inputs, state)
             # The rounded values too: a layer that imports them must see what a cache would return.
             state = SharedKV(rounded.after, rounded) if inputs.spec.exports else rounded.after
-        out_BTNH = self._attend(q_BTNH, rounded, inputs)
+        return self.write(self._attend(q_BTNH, rounded, inputs), gate_BTNH), state
+
+    def read(
+        self, x_BTD: jax.Array, angles: Angles | None, positions_BT: jax.Array
+    ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
+        """Return (queries [B, T, N, H], keys and values [B, T, K, H], gates [B, T, N, H]) of each
+        token; None for those the layer lacks."""
+        q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self._project(x_BTD, angles)
+        if self.position_scale is not None:
+            scale_BT = self.position_scale(positions_BT, q_BTNH.dtype)
+            q_BTNH = q_BTNH * scale_BT[..., None, None].astype(q_BTNH.dtype)
+        return q_BTNH, k_BTKH, v_BTKH, gate_BTNH
+
+    def write(self, out_BTNH: jax.Array, gate_BTNH: jax.Array | None) -> jax.Array:
+        """Return the layer's output [B, T, D] of the heads' outputs and gates."""
         if gate_BTNH is not None:
             out_BTNH = out_BTNH * jax.nn.sigmoid(gate_BTNH)
-        return self.project_out(out_BTNH), state
+        return self.project_out(out_BTNH)
 
     def project(
         self, x_BTD: jax.Array, angles: Angles | None
@@ -283,7 +300,8 @@ class Attention(Mixer):
         y_BTD = self.out(out_BTNH.reshape(*out_BTNH.shape[:2], -1))
         return constrain(y_BTD, "rows", "sequence", "features")
 
-    def _score(self) -> dict[str, Any]:
+    def score(self) -> dict[str, Any]:
+        """Return what shapes the scores besides queries and keys."""
         sinks = None if self.sinks is None else self.sinks[...]
         return {"softcap": self.softcap, "scale": self.scale, "sinks": sinks}
 
@@ -295,7 +313,7 @@ class Attention(Mixer):
 
     def _attend(self, q_BTNH: jax.Array, rounded: RoundedKV, inputs: LayerInputs) -> jax.Array:
         """Return the heads' outputs [B, T, N, H]."""
-        window, decoding, score = inputs.spec.window, inputs.decoding, self._score()
+        window, decoding, score = inputs.spec.window, inputs.decoding, self.score()
         packed_options = score | {"window": window, "impl": self.impl}
         if rounded.before is None:
             return attend(q_BTNH, rounded.k, rounded.v, inputs.context, **packed_options)

@@ -3,6 +3,9 @@ SingleBlock: x + layer(norm(x)), one layer of either kind.
 
 The mixer of a Block is called `attention`, even if it is linear attention or Mamba."""
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -63,16 +66,34 @@ class Block(nnx.Module):
     def __call__(
         self, x_BTD: jax.Array, inputs: LayerInputs, state: State = None
     ) -> tuple[jax.Array, State, dict[str, jax.Array]]:
-        read_BTD, before_BTD = _norm(self.attention_norm, x_BTD), x_BTD
+        read_BTD = self.read(x_BTD)
         h_BTD, state = self.attention(read_BTD, inputs, state)
+        x_BTD, noted = self.write(x_BTD, read_BTD, h_BTD, inputs, feed_forward)
+        return x_BTD, state, noted
+
+    def read(self, x_BTD: jax.Array) -> jax.Array:
+        """Return the mixer's input."""
+        return _norm(self.attention_norm, x_BTD)
+
+    def write(
+        self,
+        x_BTD: jax.Array,
+        read_BTD: jax.Array | None,
+        h_BTD: jax.Array,
+        inputs: LayerInputs,
+        feed: "FeedForward",
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Return (the block's output, notes) of its input x, what the mixer read of it (needed if
+        `parallel`) and the mixer's output h; `feed` runs the MLP."""
+        before_BTD = x_BTD
         x_BTD = x_BTD + self._scaled(_norm(self.attention_out_norm, h_BTD))
         if not self.parallel:
             read_BTD = _norm(self.mlp_norm, x_BTD)
         elif self.mlp_norm is not None:
             read_BTD = self.mlp_norm(before_BTD)
-        h_BTD, noted = feed_forward(self.mlp, read_BTD, inputs)
+        h_BTD, noted = feed(self.mlp, read_BTD, inputs)
         x_BTD = x_BTD + self._scaled(_norm(self.mlp_out_norm, h_BTD))
-        return self._finish(x_BTD, inputs), state, noted
+        return self._finish(x_BTD, inputs), noted
 
     def _finish(self, x_BTD: jax.Array, inputs: LayerInputs) -> jax.Array:
         """Add per-layer inputs and features of images, and apply `layer_scalar`."""
@@ -116,6 +137,10 @@ class SingleBlock(nnx.Module):
         else:
             h_BTD, noted = feed_forward(self.layer, h_BTD, inputs)
         return x_BTD + h_BTD, state, noted
+
+
+FeedForward = Callable[[Any, Any, LayerInputs], tuple[jax.Array, dict[str, jax.Array]]]
+"""(MLP, its input [B, T, D], the block's inputs) -> (output, notes)."""
 
 
 def feed_forward(

@@ -17,7 +17,7 @@ from jaxtrain.layers.expert_parallel import through_experts
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.linear import ExpertLinear, LayerInit, Linear
 from jaxtrain.layers.mlp import MLP, GatedMLP
-from jaxtrain.layers.router import Router
+from jaxtrain.layers.router import ExpertChoice, Router
 from jaxtrain.layers.router_notes import note_choice
 
 
@@ -127,6 +127,18 @@ class MoE(nnx.Module):
         replayed_BTK: experts that replace the router's choice; see `choose`.
         routed_BTD: what the router reads, where that is not x.
         """
+        y_BTD, choice, notes = self.mix(x_BTD, context.real(), replayed_BTK, routed_BTD)
+        return y_BTD, {**note_choice(choice, context, replayed_BTK), **notes}
+
+    def mix(
+        self,
+        x_BTD: jax.Array,
+        real_BT: jax.Array,
+        replayed_BTK: jax.Array | None = None,
+        routed_BTD: jax.Array | None = None,
+    ) -> tuple[jax.Array, ExpertChoice, dict[str, jax.Array]]:
+        """Return (result, the router's choice, notes of `through_experts`); real_BT: bool, False
+        in padding."""
         choice = self.router(x_BTD if routed_BTD is None else routed_BTD, replayed_BTK)
         y_BTD = x_BTD if self.latent_in is None else self.latent_in(x_BTD)
         y_BTD, notes = through_experts(
@@ -134,7 +146,7 @@ class MoE(nnx.Module):
             choice,
             self.experts,
             # Padding takes no place in an expert's share of the tokens.
-            context.real(),
+            real_BT,
             activation=self.activation,
             impl=self.impl,
             transport=self.transport,
@@ -148,7 +160,7 @@ class MoE(nnx.Module):
                 shared_BTD = self.shared_gate(x_BTD) * shared_BTD
             y_BTD = y_BTD + shared_BTD
         y_BTD = constrain(y_BTD, "rows", "sequence", "features")
-        return y_BTD, {**note_choice(choice, context, replayed_BTK), **notes}
+        return y_BTD, choice, notes
 
 
 def use_transport(model: nnx.Module, transport: Transport, impl: str) -> None:

@@ -141,6 +141,8 @@ class Stack(nnx.Module):
         self.specs = tuple(specs)
         self.remat = remat
         self.scan = scan
+        self.exact: Any = None
+        """The `layers.exact.ExactOps` that blocks run with; None: blocks run by themselves."""
         self.layers = nnx.data(None)
         # A key per layer, drawn for all of them even with `only`: the weights of a layer do not
         # depend on how many are created at once.
@@ -257,7 +259,8 @@ class Stack(nnx.Module):
                 trial=has_trial_state,
             )
             replay = TokenReplay(state, x_BTD)
-            x_BTD, state, layer_notes = block(x_BTD, block_inputs, state)
+            run_layer = block if self.exact is None else functools.partial(self.exact.block, block)
+            x_BTD, state, layer_notes = run_layer(x_BTD, block_inputs, state)
             state, layer_export = state if spec.exports else (state, None)
             if trial and not has_trial_state:
                 assert not spec.exports, "a replay would export other keys and values"
@@ -324,7 +327,8 @@ class Stack(nnx.Module):
                 axes = variable.get_metadata()["axes"][1:]
                 variable.set_metadata(axes=axes)
                 variable.set_value(constrain(variable.get_value(), *axes))
-        fuse_all(layers)
+        if self.exact is None:
+            fuse_all(layers)
         self.layers = nnx.List(layers)
 
     def map_states(
@@ -368,13 +372,14 @@ class Stack(nnx.Module):
             # A scan reads stacks, so they are rounded at once. Layers that run one by one are
             # rounded one by one: a slice of a rounded stack of fused kernels would be a copy.
             if rounded and self.scan:
-                stacked = round_kernels(*stacked, output_barrier="TPU" not in device_kind())
+                barrier = "TPU" not in device_kind()
+                stacked = round_kernels(*stacked, self.exact is None, output_barrier=barrier)
             owners = [index for index, kinds in enumerate(segment_kinds) if kind in kinds]
             sizes = [segment_kinds[index].count(kind) for index in owners]
             for index, piece in zip(owners, split_leading(stacked[1], sizes), strict=True):
                 block = (stacked[0], piece)
                 if rounded and not self.scan:
-                    block = round_kernels(*block)
+                    block = round_kernels(*block, self.exact is None)
                 blocks[index][kind] = block
         return blocks
 

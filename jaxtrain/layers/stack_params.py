@@ -99,15 +99,15 @@ def fuse_all(node: Any) -> None:
 
 
 def round_kernels(
-    graphdef: Any, state: nnx.State, output_barrier: bool = False
+    graphdef: Any, state: nnx.State, fuse: bool = True, output_barrier: bool = False
 ) -> tuple[Any, nnx.State]:
     """Return (graphdef, state) with kernels in the dtype that their Linear computes in.
 
     A scan rounds all its layers at once: a kernel is read in float32 once per pass, and its
     gradient leaves the loop over layers in the dtype in which the matmul computed it. On one
     device, kernels that multiply the same input are fused if their master weights are wider,
-    because rounding copies them anyway (see `fused_linear.fuse_kernels`). output_barrier: value of
-    `Linear.output_barrier`.
+    because rounding copies them anyway (see `fused_linear.fuse_kernels`), unless `fuse` is False.
+    output_barrier: value of `Linear.output_barrier`.
     """
     block, mesh = nnx.merge(graphdef, state), jax.sharding.get_abstract_mesh()
     linears = [node for _, node in nnx.iter_graph(block) if isinstance(node, Linear)]
@@ -120,7 +120,7 @@ def round_kernels(
         # Writing to it would leak a tracer into the model.
         linear.kernel = linear.kernel.replace(linear.kernel[...].astype(linear.dtype))
     single_device = mesh.empty or mesh.size == 1
-    if has_masters and single_device and all(linear.adapter is None for linear in linears):
+    if fuse and has_masters and single_device and all(linear.adapter is None for linear in linears):
         fuse_all(block)
     for _, node in nnx.iter_graph(block) if output_barrier else ():
         if hasattr(node, "output_barrier"):

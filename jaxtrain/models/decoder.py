@@ -44,6 +44,8 @@ class DecoderOptions:
     experts_impl: str = "auto"
     transport: Transport = Transport()
     """How tokens reach experts of other devices."""
+    exact: Any = None
+    """A `layers.exact.ExactOps`: numbers of a token do not depend on its batch; None: fast."""
     only_layer: Any = None
     """Index of the one layer to build; `only` of layers.stack.Stack."""
 
@@ -115,6 +117,8 @@ class EmbeddingAndHead(nnx.Module):
     score: Score | None
     logit_softcap: float | None = None
     """The attribute of DecoderConfig."""
+    exact: Any = None
+    """The attribute of DecoderOptions."""
 
     def head(self) -> jax.Array:
         """Return the output projection [V, D] in the param dtype; the embedding itself when
@@ -133,8 +137,11 @@ class EmbeddingAndHead(nnx.Module):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Compute [..., D] -> [..., V] in at least float32. For sampling and tests: training uses
         the log-prob kernel, which never materializes this array."""
-        wide = jnp.promote_types(hidden.dtype, jnp.float32)
-        head_VD = self.head().astype(hidden.dtype)
+        return self.logits_of(self.head(), hidden)
+
+    def logits_of(self, head_VD: jax.Array, hidden: jax.Array) -> jax.Array:
+        """Return `logits`, of a head [V, D] in any dtype."""
+        wide, head_VD = jnp.promote_types(hidden.dtype, jnp.float32), head_VD.astype(hidden.dtype)
         logits = jnp.einsum("...D,VD->...V", hidden, head_VD, preferred_element_type=wide)
         return capped(logits, self.logit_softcap)
 
@@ -230,6 +237,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         self.experts_per_token = config.experts_per_token
         self.noise: Any = nnx.data(None)
         self.vision = self.make_vision(config, options, rngs)
+        if options.exact is not None:
+            options.exact.attach(self)
 
     def make_vision(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs) -> Any:
         """Build the module (Images, RowNoise or None) -> features [B, F, D] of images, and those
@@ -389,8 +398,9 @@ class Decoder(EmbeddingAndHead, CachedStack):
             side_context = ImageContext(seen.slot, seen.deep) if seen.deep else None
             if seen.rope is not None:
                 positions = seen.rope[..., np.array(self.rope_axes)]
+        turn = angles if self.exact is None else self.exact.angles
         cos_sin = {
-            name: angles(positions, frequency, factor, self.embed.dtype)
+            name: turn(positions, frequency, factor, self.embed.dtype)
             for name, frequency, factor in self.encodings
         }
         extra = self.layer_inputs(tokens_BT, x_BTD)
@@ -431,9 +441,15 @@ class Decoder(EmbeddingAndHead, CachedStack):
         depth: int | None = None,
     ) -> tuple[StackOutput, tuple[State, ...]]:
         outputs, states = self.stack(x_BTD, inputs, cache, capture=capture, depth=depth)
+
         # The scale of logits goes into the hidden states, so that no loss or sampler must know of
         # it.
-        return outputs._replace(hidden=scaled(self.norm(outputs.hidden), self.logit_scale)), states
+        def finish(norm: RMSNorm, x_BTD: jax.Array) -> jax.Array:
+            return scaled(norm(x_BTD), self.logit_scale)
+
+        if self.exact is None:
+            return outputs._replace(hidden=finish(self.norm, outputs.hidden)), states
+        return outputs._replace(hidden=self.exact.module(finish, self.norm, outputs.hidden)), states
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:

@@ -19,6 +19,8 @@ def token_logp(
     Returns LogProbs with fields logp, entropy, lse, each float32 [B, T].
     """
     hidden_BTD, target_BT = predictions(model, batch)
+    if (exact := getattr(model, "exact", None)) is not None:
+        return exact.logp(model.head(), hidden_BTD, target_BT, temperature, model.logit_softcap)
     options = {"temperature": temperature, "softcap": model.logit_softcap, "impl": impl}
     return gather_logp(hidden_BTD, model.head(), target_BT, **options)
 

@@ -59,8 +59,9 @@ class FilledPrompts(NamedTuple):
 
     cache: Any
     """With U rows and S slots."""
-    logits: jax.Array
-    """float32 [U, V] behind the last token read of each row."""
+    outlook: jax.Array
+    """Behind the last token read of each row, for `slots.draw_tokens`: logits float32 [U, V], of an
+    exact model hidden states [U, D]."""
     length: jax.Array
     """int32 [U] tokens read."""
 
@@ -88,10 +89,9 @@ class PrefillCall(NamedTuple):
 @functools.partial(jax.jit, static_argnames=("U", "S"))
 def empty_prompts(model: Any, *, U: int, S: int) -> FilledPrompts:
     """Return U rows of S slots that have read nothing."""
-    V = model.head().shape[0]
-    return FilledPrompts(
-        model.init_cache(U, S), jnp.zeros((U, V), jnp.float32), jnp.zeros(U, jnp.int32)
-    )
+    V, D = model.head().shape
+    shape, dtype = ((U, V), jnp.float32) if model.exact is None else ((U, D), model.compute_dtype)
+    return FilledPrompts(model.init_cache(U, S), jnp.zeros(shape, dtype), jnp.zeros(U, jnp.int32))
 
 
 @functools.partial(jax.jit, static_argnames=("routes",), donate_argnames=("filled",))
@@ -115,10 +115,10 @@ def fill(
     read = model.decode(tokens_UC, cache, counts_U)
     last_U11 = jnp.maximum(counts_U - 1, 0)[:, None, None]
     last_UD = jnp.take_along_axis(read.hidden, last_U11, axis=1)[:, 0]
-    logits_UV = model.logits(last_UD).astype(jnp.float32)
+    outlook_UX = last_UD if model.exact else model.logits(last_UD).astype(jnp.float32)
     filled = FilledPrompts(
         read.cache,
-        jnp.where((counts_U > 0)[:, None], logits_UV, filled.logits),
+        jnp.where((counts_U > 0)[:, None], outlook_UX, filled.outlook),
         jnp.where(fresh_U, 0, filled.length) + counts_U,
     )
     return filled, None if routes is None else read.routed.astype(routes.dtype)

@@ -151,8 +151,11 @@ def insert(
     make = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))
     keys = make(entry.seed, entry.number)
     first = _fold(keys, jnp.zeros_like(entry.number))
-    logits = filled.logits[entry.source]
-    token, logprob = sample(logits, first, entry.draw, kind, entry.allowed)
+    outlook = filled.outlook[entry.source]
+    if model.exact is None:
+        token, logprob = sample(outlook, first, entry.draw, kind, entry.allowed)
+    else:
+        token, logprob = draw_tokens(model, outlook, first, entry.draw, kind, entry.allowed)
 
     def put(all_: jax.Array, new: jax.Array) -> jax.Array:
         return all_.at[entry.row].set(new, mode="drop")
@@ -230,12 +233,9 @@ def decode_chunk(
         # Rows that are done read no token, so that their cache stays as it is.
         count_B = (~rows.done).astype(jnp.int32)
         read = model.decode(rows.token[:, None], rows.cache, count_B, shared=rows.shared)
-        token, logprob = sample(
-            model.logits(read.hidden[:, 0]),
-            _fold(rows.keys, rows.count),
-            rows.draw,
-            kind,
-            allowed_BW,
+        keys = _fold(rows.keys, rows.count)
+        token, logprob = draw_tokens(
+            model, read.hidden[:, 0], keys, rows.draw, kind, allowed_BW
         )
         rows = rows._replace(
             cache=read.cache, token=token, logprob=logprob, count=rows.count + ~rows.done
@@ -255,6 +255,37 @@ def decode_chunk(
     # included, is updated in place.
     start = (jnp.zeros((), jnp.int32), rows, tokens_BC, logprobs_BC, zeros_B, routed_BCR)
     return jax.lax.while_loop(going, step, start)[1:]
+
+
+def draw_tokens(
+    model: Any,
+    hidden_BD: jax.Array,
+    keys: jax.Array,
+    draw: DrawParameters,
+    kind: DrawKind,
+    allowed_BW: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array]:
+    """Return (token int32 [B], log-prob float32 [B]) drawn behind final-normed hidden states.
+
+    An exact model draws from logits, and scores the token, as training does. Over allowed tokens
+    alone the log-prob differs from training's by right.
+    """
+    if model.exact is None or allowed_BW is not None:
+        return sample(model.logits(hidden_BD), keys, draw, kind, allowed_BW)
+
+    def choose(logits_head, hidden_1BD, aux):
+        keys_1BX, draw = aux
+        keys = jax.random.wrap_key_data(keys_1BX[0])
+        logits = model.logits_of(logits_head, hidden_1BD[0])
+        return sample(logits, keys, DrawParameters(*(x[0] for x in draw)), kind)[0][None]
+
+    head_VD, exact = model.head(), model.exact
+    aux = jax.random.key_data(keys)[None], DrawParameters(*(x[None] for x in draw))
+    token_1B = exact.tokenwise(choose, head_VD, hidden_BD[None], aux)
+    temperature_1B = jnp.where(draw.temperature == 0, 1.0, draw.temperature)[None]
+    softcap = model.logit_softcap
+    log_probs = exact.logp(head_VD, hidden_BD[None], token_1B, temperature_1B, softcap)
+    return token_1B[0], log_probs.logp[0]
 
 
 def _fold(keys: jax.Array, count_B: jax.Array) -> jax.Array:

@@ -17,8 +17,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.generation.local.slots import ChunkEnd, SamplerRows
-from jaxtrain.generation.local.token_sampling import DrawKind, DrawParameters, sample
+from jaxtrain.generation.local.slots import ChunkEnd, SamplerRows, draw_tokens
+from jaxtrain.generation.local.token_sampling import DrawKind, DrawParameters
 from jaxtrain.layers.mixer import SharedSlots
 from jaxtrain.models.decoder import Decoded, DecoderCache
 
@@ -41,6 +41,21 @@ class DraftedModel(NamedTuple):
     target: Any
     draft: Any
 
+    @property
+    def exact(self) -> Any:
+        """The target's `exact`."""
+        return self.target.exact
+
+    @property
+    def compute_dtype(self) -> Any:
+        """The target's dtype of activations."""
+        return self.target.compute_dtype
+
+    @property
+    def logit_softcap(self) -> float | None:
+        """The target's bound of logits."""
+        return self.target.logit_softcap
+
     def head(self) -> jax.Array:
         """Return the target's head."""
         return self.target.head()
@@ -48,6 +63,10 @@ class DraftedModel(NamedTuple):
     def logits(self, hidden: jax.Array) -> jax.Array:
         """Return the target's logits."""
         return self.target.logits(hidden)
+
+    def logits_of(self, head_VD: jax.Array, hidden: jax.Array) -> jax.Array:
+        """Return the target's logits, of its head."""
+        return self.target.logits_of(head_VD, hidden)
 
     def init_cache(self, rows: int, slots: int) -> DraftedModelCache:
         """Return empty caches of both models."""
@@ -157,7 +176,7 @@ def cycle(
     tried_B = jnp.where(rows.done, 0, tokens_BT.shape[1]).astype(jnp.int32)
     how = {"capture": draft.capture, "shared": rows.shared, "trial": True}
     read = target.decode(tokens_BT, cache.target, tried_B, **how)
-    drawn_BT, drawn_logprob_BT = draw_all(target.logits(read.hidden), rows, kind)
+    drawn_BT, drawn_logprob_BT = draw_all(target, read.hidden, rows, kind)
     # The noise of a draw depends on its position alone, so a guess is right exactly if plain
     # sampling would have drawn it. The cumulative product cuts at the first wrong guess.
     agreed_BK = jnp.cumprod(guess_BK == drawn_BT[:, :-1], axis=1)
@@ -186,14 +205,14 @@ def cycle(
 
 
 def draw_all(
-    logits_BTV: jax.Array, rows: SamplerRows, kind: DrawKind
+    model: Any, hidden_BTD: jax.Array, rows: SamplerRows, kind: DrawKind
 ) -> tuple[jax.Array, jax.Array]:
     """Return (tokens, log-probs) [B, T]: the draws of plain sampling behind each of T tokens."""
-    B, T, V = logits_BTV.shape
+    B, T, D = hidden_BTD.shape
     count_BT = rows.count[:, None] + jnp.arange(T, dtype=jnp.int32)
     keys = jax.vmap(jax.vmap(jax.random.fold_in, (None, 0)))(rows.keys, count_BT)
     draw = DrawParameters(*(jnp.repeat(x, T) for x in rows.draw))
-    drawn = sample(logits_BTV.reshape(B * T, V), keys.reshape(B * T), draw, kind)
+    drawn = draw_tokens(model, hidden_BTD.reshape(B * T, D), keys.reshape(B * T), draw, kind)
     return drawn[0].reshape(B, T), drawn[1].reshape(B, T)
 
 
