@@ -63,6 +63,10 @@ class RolloutConfig(Section):
     draft_refresh: DraftRefresh | None = None
     """With draft: train it further between rounds, so that it follows the policy; see its section.
     Unset: it stays as it is."""
+    exact: bool = False
+    """local: sampler and trainer compute the same log-probs, to the bit, in any batch and packing,
+    so that ratios are exactly 1 in a round's first update and old log-probs are the sampler's. On
+    one CPU so far; whatever keeps them apart is refused. See docs/exact.md."""
     zero_advantage: Literal["drop", "keep", "refill"] = "drop"
     """Groups whose rewards are all equal: leave them out, train them anyway (they matter to a KL
     term only), or draw further prompts until the round is full (DAPO's dynamic sampling)."""
@@ -159,6 +163,8 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
             "rollout.draft is for the local engine: remove it, or set rollout.engine to"
             f' "local"{vllm_hint if rollout.engine == "vllm" else ""}'
         )
+    if rollout.exact and kind != "rl":
+        yield f'rollout.exact is for task.kind "rl", not {kind}; remove it'
     yield from find_refresh_conflicts(config)
     yield from find_ray_conflicts(rollout)
     if rollout.engine == "vllm":

@@ -384,7 +384,7 @@ def slice_micro(x: jax.Array, index: jax.Array) -> jax.Array:
 
 
 EXTREMES = {
-    **dict.fromkeys(("max", "high_max", "max_reward"), (jnp.maximum, -jnp.inf)),
+    **dict.fromkeys(("max", "high_max", "max_reward", "max_abs"), (jnp.maximum, -jnp.inf)),
     **dict.fromkeys(("min", "low_min", "min_reward"), (jnp.minimum, jnp.inf)),
 }
 """(join, neutral element) of metrics named ".../max", ".../low_min" and so on over microsteps; all

@@ -39,6 +39,8 @@ LOGP_FLOOR = -1e4
 """Log-probs below it count as it: differences of two impossible tokens stay finite."""
 LOG_RATIO_LIMIT = 20.0
 """exp() of larger log-ratios would swamp every sum; no published clip range reaches it."""
+FIRST_UPDATE = "first_update"
+"""Stream: 1 in a round's first update, 0 in later ones; without it every update is a first one."""
 VESPO_LEAST = 1e-8
 """Least weight of a sequence in VESPO."""
 WIDEST = (0.95, 20.0)
@@ -61,6 +63,8 @@ class PolicyObjective:
     own_old: bool = False
     """The policy is its own old policy: r is 1 but has its gradient. For one update a round, where
     the log-probs before it are those of the update itself."""
+    sampled_old: bool = False
+    """The old log-probs are the sampler's."""
     m2_threshold: float | None = None
     """Take low and high from the second moment of the log-ratios instead (`m2_range`)."""
     correction: str = "none"
@@ -139,6 +143,7 @@ def policy_terms(logp_BT, entropy_BT, batch: Batch, objective: PolicyObjective):
         objective,
     )
     metrics |= describe_gap(old_BT - sampler_BT, importance_BT, mask_BT)
+    metrics |= describe_mismatch(fixed_BT if objective.sampled_old else old_BT, sampler_BT, batch)
     metrics["trained_share"] = _mean(kept_BT, mask_BT)
     unit = jnp.ones((), logp_BT.dtype)
     metrics |= {name: (value.astype(logp_BT.dtype), unit) for name, value in m2.items()}
@@ -345,6 +350,19 @@ def describe_gap(log_ratio_BT, importance_BT, mask_BT) -> dict[str, Any]:
         # k3 of the sampler against the old policy: never negative, 0 where they agree.
         "sampling/mismatch_kl": _mean(ratio_BT - 1.0 - _limit(log_ratio_BT), mask_BT),
         "sampling/importance_weight": _mean(importance_BT, mask_BT),
+    }
+
+
+def describe_mismatch(trainer_BT, sampler_BT, batch: Batch) -> dict[str, Any]:
+    """Describe how equal the sampler's log-probs are to the trainer's before the first update of a
+    round: the share of equal bits, and the largest distance."""
+    mask_BT = batch.weights["pg"] != 0
+    if FIRST_UPDATE in batch.streams:
+        mask_BT &= batch.streams[FIRST_UPDATE] != 0
+    gap_BT = jnp.abs(jax.lax.stop_gradient(trainer_BT) - sampler_BT)
+    return {
+        "mismatch/exact": _mean(gap_BT == 0, mask_BT),
+        "mismatch/max_abs": _extreme(gap_BT, mask_BT, jnp.max, -jnp.inf),
     }
 
 

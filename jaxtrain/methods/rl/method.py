@@ -30,8 +30,9 @@ from jaxtrain.methods.reference_model import REFERENCE, find_reference, mixing
 from jaxtrain.methods.rl.advantages import AdvantageOptions, RewardTable, turn_advantages
 from jaxtrain.methods.rl.batch_builder import EPISODE, TURN, BatchBuilder, stream_dtypes
 from jaxtrain.methods.rl.config import PolicyTask, RLTask
+from jaxtrain.methods.rl.exact import make_exact, reuses_sampled_logp
 from jaxtrain.methods.rl.judges import RewardModelJudge, ask_judges, judge_table, open_judges
-from jaxtrain.methods.rl.loss import LOGP_FLOOR, PolicyObjective, policy_loss
+from jaxtrain.methods.rl.loss import FIRST_UPDATE, LOGP_FLOOR, PolicyObjective, policy_loss
 from jaxtrain.methods.rl.mismatch import RoundComparison
 from jaxtrain.methods.rl.prompt_data import PromptData, RoundPlan
 from jaxtrain.models.capabilities import require_trees, route_shape
@@ -72,7 +73,7 @@ def make(config: Config) -> Task:
     task = config.task
     assert isinstance(task, PolicyTask)
     engine = find_engine(config)
-    bundle = build_model_bundle(config, engine.reserved(config))
+    bundle = make_exact(config, build_model_bundle(config, engine.reserved(config)))
     engine.check(config, bundle)
     if list_trained(config) and bundle.adapter is not None and bundle.adapter.full:
         raise UserError(
@@ -116,16 +117,25 @@ def rl_coef(task: PolicyTask) -> dict[str, float]:
     return coef
 
 
-def scores_policy(task: PolicyTask, streaming: bool = False) -> bool:
+def scores_policy(task: PolicyTask, config: Config) -> bool:
     """Return whether the policy's log-probs are computed before a round's first update.
 
     They are not needed for a single update per round, nor for the parts of a streamed round, each
     of which is evaluated by the weights that it meets: there they are those of the update itself.
+    Nor where the sampler's are the same.
     """
+    if reuses_sampled_logp(config):
+        return False
+    streaming = config.rollout.streaming
     if task.objective == "m2po_mask" or (task.beta > 0 and task.resolved("kl_in") == "reward"):
         return True
     once = streaming or task.num_minibatches * task.num_iterations == 1
     return task.resolved("old_logp") == "recomputed" and not once
+
+
+def takes_sampled_logp(task: PolicyTask, config: Config) -> bool:
+    """Return whether the old policy's log-probs are the sampler's."""
+    return task.resolved("old_logp") == "sampler" or reuses_sampled_logp(config)
 
 
 def scores_reference(task: PolicyTask) -> bool:
@@ -136,7 +146,7 @@ def scores_reference(task: PolicyTask) -> bool:
 def read_objective(task: PolicyTask, config: Config) -> PolicyObjective:
     """Return the numbers of the loss."""
     temperature = config.sampling.temperature
-    from_sampler = task.resolved("old_logp") == "sampler"
+    from_sampler = takes_sampled_logp(task, config)
     return PolicyObjective(
         ratio=task.resolved("ratio"),
         clip=task.resolved("clip"),
@@ -148,7 +158,8 @@ def read_objective(task: PolicyTask, config: Config) -> PolicyObjective:
             (task.vespo_k_pos, task.vespo_lambda_pos),
             (task.vespo_k_neg, task.vespo_lambda_neg),
         ),
-        own_old=not from_sampler and not scores_policy(task, config.rollout.streaming),
+        own_old=not from_sampler and not scores_policy(task, config),
+        sampled_old=from_sampler,
         m2_threshold=task.m2_threshold if task.objective == "m2po_clip" else None,
         correction="none" if from_sampler else task.importance_correction,
         correction_max=task.importance_max,
@@ -226,7 +237,11 @@ class PolicyPreparation:
         self.comparison = RoundComparison(
             temperature, (lambda text: None) if silent else (lambda text: data.log(text))
         )
-        self.scores_policy = scores_policy(task, config.rollout.streaming)
+        self.scores_policy = scores_policy(task, config)
+        self.from_sampler = takes_sampled_logp(task, config)
+        self.exact = reuses_sampled_logp(config)
+        """Whether the sampler's log-probs stand for the policy's wherever these are needed."""
+        self.updates = task.num_minibatches * task.num_iterations
         self._compared: set[str] = set()
         """Policies of which a round was compared since the start."""
 
@@ -242,6 +257,12 @@ class PolicyPreparation:
         first = round.part == 0 or round.policy != ""
         due = first and (self.scores_policy or round.version % COMPARE_EVERY == 0)
         compares = due or (first and round.policy not in self._compared)
+        if self.exact:
+            due = compares = False
+            if not self._compared:
+                self.data.log(
+                    "rollout.exact: old log-probs are the sampler's; no pass computes them again"
+                )
         if first:
             self._compared.add(round.policy)
         scored = [self.score(batch, scorer, compares) for batch in round.batches]
@@ -256,7 +277,11 @@ class PolicyPreparation:
             batch._replace(weights=weights, streams=streams)
             for batch, (weights, streams) in zip(round.batches, parts, strict=True)
         ]
-        return round._replace(batches=slim * self.task.num_iterations, metrics=metrics)
+        batches = slim * self.task.num_iterations
+        if self.from_sampler and self.updates > 1:
+            # In later updates the policy has moved away from the sampler's by right.
+            batches = [mark_update(batch, index == 0) for index, batch in enumerate(batches)]
+        return round._replace(batches=batches, metrics=metrics)
 
     def score(self, batch: Batch, scorer: Scorer, compares: bool) -> dict[str, np.ndarray]:
         """Return the log-probs that a batch needs; on all processes."""
@@ -279,11 +304,12 @@ class PolicyPreparation:
         reports: whether the comparison with the sampler is among the metrics.
         """
         task, metrics = self.task, {}
-        from_sampler = task.resolved("old_logp") == "sampler"
-        old = "sampler_logp" if from_sampler else "policy_logp"
+        old = "sampler_logp" if self.from_sampler else "policy_logp"
         filled = []
         for batch, scores in zip(batches, scored, strict=True):
             streams = {**batch.streams, **scores}
+            if self.exact:
+                streams["policy_logp"] = streams["sampler_logp"]
             streams["old_logp"] = streams.get(old, streams["old_logp"])
             filled.append(batch._replace(streams=streams))
         if compares:
@@ -296,7 +322,7 @@ class PolicyPreparation:
         if task.objective == "m2po_mask":
             filled, metrics["m2/masked_share"] = self.mask(filled)
         names = ["advantage", "sampler_logp"]
-        if self.scores_policy or from_sampler:
+        if self.scores_policy or self.from_sampler:
             names.append("old_logp")
         if "kl" in rl_coef(task):
             names.append("ref_logp")
@@ -367,6 +393,12 @@ class PolicyPreparation:
             weights = {name: np.where(keep, w, 0) for name, w in batch.weights.items()}
             changed.append(batch._replace(weights=weights))
         return changed, 1.0 - float(kept_tokens.mean())
+
+
+def mark_update(batch: Batch, is_first: bool) -> Batch:
+    """Return the batch with the stream FIRST_UPDATE."""
+    flags = np.full(batch.tokens.shape, is_first, np.float32)
+    return batch._replace(streams={**batch.streams, FIRST_UPDATE: flags})
 
 
 def m2_mask(log_ratio_n: np.ndarray, threshold: float) -> np.ndarray:
