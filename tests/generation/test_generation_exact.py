@@ -113,11 +113,14 @@ def draw(model, prompts, counts, temperature=TEMPERATURE, draft=None):
 def compare(model):
     """(log-probs of the sampler, of trees, gradients of these)."""
     rng = np.random.default_rng(0)
-    rows, sampled, places = [], [], []
     # Forks right before, at and behind the border of a block of keys, and a short prompt.
-    for prompt_count, answer_counts in ((KEYS - 1, (20, 7, 33)), (KEYS, (5, 40)), (1, (3, 30))):
-        prompt = rng.integers(0, 96, prompt_count)
-        requests = draw(model, [prompt] * len(answer_counts), answer_counts)
+    groups = ((KEYS - 1, (20, 7, 33)), (KEYS, (5, 40)), (1, (3, 30)), (KEYS + 1, (9,)))
+    prompts = [rng.integers(0, 96, count) for count, _ in groups]
+    asked = [(p, n) for p, (_, counts) in zip(prompts, groups, strict=True) for n in counts]
+    waiting = iter(draw(model, *zip(*asked, strict=True)))
+    rows, sampled, places = [], [], []
+    for prompt, (_, counts) in zip(prompts, groups, strict=True):
+        requests = [next(waiting) for _ in counts]
         nodes = [(-1, prompt), *((0, request.tokens) for request in requests)]
         row, starts = make_row(nodes)
         for request, start in zip(requests, starts[1:], strict=True):
@@ -132,12 +135,12 @@ def compare(model):
 @pytest.mark.parametrize(
     ("raw", "options"),
     [
-        pytest.param(RAW, {"dtype": "bfloat16", "remat": "full"}, id="bfloat16"),
+        pytest.param(MOE, {"dtype": "bfloat16", "remat": "full"}, id="experts in bfloat16"),
         pytest.param(
-            MOE, {"dtype": "bfloat16", "param_dtype": "bfloat16"}, id="experts in bfloat16"
+            RAW | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
+            {"scan_layers": False},
+            id="windows",
         ),
-        pytest.param(MOE, {"scan_layers": False}, id="experts"),
-        pytest.param(RAW | {"use_sliding_window": True, "sliding_window": 24}, {}, id="windows"),
     ],
 )
 def test_the_sampler_draws_by_the_log_probs_of_training(raw, options):

@@ -192,7 +192,8 @@ def test_noise_is_that_of_plain_draws(models):
     keys = jax.random.split(jax.random.key(3), 2)
     rows = rows._replace(keys=keys, count=np.array([4, 9], np.int32), draw=draws)
     kind = DrawKind(True, False)
-    tokens, _ = draw_all(np.zeros((2, 3, 61), np.float32), rows, kind)
+    hidden = np.zeros((2, 3, models[0].head().shape[1]), np.float32)
+    tokens, _ = draw_all(models[0], hidden, rows, kind)
     for row, count in enumerate(rows.count):
         draw = read_draws([Sampling(temperature=float(draws.temperature[row]))])
         for position in range(3):

@@ -1,7 +1,6 @@
 """Exact rollouts through the front door: in every round the compiled step computes the sampler's
 log-probs, to the bit; what cannot be so is refused."""
 
-import dataclasses
 import json
 
 import jax
@@ -82,3 +81,61 @@ def test_every_round_begins_at_the_samplers_log_probs(config, tmp_path, monkeypa
     assert any(line["ratio/max"] != 1.0 for line in lines[1::2])
     assert "mismatch/exact" not in lines[1]
     assert "old log-probs are the sampler's" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(
+            ["adapter.kind=lora", "adapter.rank=4", "model.compute_dtype=bfloat16"], id="lora"
+        ),
+        pytest.param(["task.share_prompts=false", "rollout.max_batch=5"], id="flat rows"),
+    ],
+)
+def test_every_round_is_exact_with(config, tmp_path, words):
+    lines = run(config, tmp_path / "run", *words)
+    assert len(lines) == 4
+    check(lines)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_exact_as_users_compile_it(config, tmp_path):
+    """With XLA's optimizations, which other tests leave out."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    try:
+        options = ("checkpoint.every=1", "model.compute_dtype=bfloat16")
+        run(config, tmp_path / "run", *options, "run.max_steps=1")
+        more = ("run.max_steps=3", "run.allow_config_change=true")
+        lines = run(config, tmp_path / "run", *options, *more)
+    finally:
+        jax.config.update("jax_disable_most_optimizations", before)
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    check(lines)
+
+
+def test_all_reasons_against_it_are_one_message(config, monkeypatch):
+    words = {
+        'rollout.engine "vllm"': [
+            "rollout.engine=vllm",
+            'rollout.vllm.servers=["http://127.0.0.1:1"]',
+        ],
+        'model.matmul "fp8"': "model.matmul=fp8",
+        "adapter.dropout 0.1": ["adapter.kind=lora", "adapter.dropout=0.1"],
+        "model.neftune_alpha 5": "model.neftune_alpha=5",
+        'adapter.kind "dora"': "adapter.kind=dora",
+        'rollout.local.cache "fp8"': "rollout.local.cache=fp8",
+        "structured_outputs": "sampling.structured_outputs.regex=a+",
+        'model.attention "triton"': "model.attention=triton",
+    }
+    for sentence, overrides in words.items():
+        overrides = [overrides] if isinstance(overrides, str) else overrides
+        with pytest.raises(UserError, match=sentence):
+            make(load_config(config, overrides))
+    monkeypatch.undo()
+    both = ["model.neftune_alpha=5", "rollout.local.weights=int8"]
+    with pytest.raises(UserError) as caught:
+        make(load_config(config, both))
+    for reason in ("neftune_alpha 5", '"int8" rounds', "4 devices share the work"):
+        assert reason in str(caught.value)

@@ -6,7 +6,7 @@
 
 So the answer equals that of plain sampling, token for token, whatever the draft guesses; it is only
 faster. (Tokens that are read together or one by one are rounded differently: where two tokens are
-almost equally probable, the answers may diverge.)
+almost equally probable, the answers may diverge, unless the target is exact.)
 
 Shapes: B rows, K guesses, T = K + 1 tokens of a cycle, N cycles and C tokens of a chunk.
 """

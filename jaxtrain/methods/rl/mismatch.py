@@ -131,8 +131,9 @@ def diagnose(
     if abs(d.mean()) <= 0.5 * size + 3 * d.std() / np.sqrt(d.size):
         return "precision", (
             f"the sampler's log-probs scatter around the trainer's by {d.std():.2g} without a"
-            " trend: one of the two computes in a coarser format. Harmless below about 0.02, else"
-            " serve in the trainer's compute_dtype"
+            f" trend, {np.mean(d == 0):.0%} are equal: the two add in another order, or one rounds"
+            " to a coarser format. Harmless below about 0.02, else serve in the trainer's"
+            " compute_dtype; with the local engine on a CPU rollout.exact=true leaves no difference"
         )
     return "weights", (
         f"the trainer's log-probs are {d.mean():+.3g} off the sampler's on average: the sampler's"
