@@ -19,7 +19,6 @@ without.
 """
 
 import dataclasses
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -243,9 +242,7 @@ def _run_tiles(fn: Callable[..., Any], params: Any, inputs: Any, aux: Any) -> An
     count = tiles + hidden_zero(first)
 
     def body(index, outputs):
-        tile = jax.tree.map(
-            lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tiled
-        )
+        tile = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tiled)
         new = fn(params, *tile)
         return jax.tree.map(
             lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, index, 0), outputs, new

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxtrain.adapters.peft_config import TASK_SUFFIXES
 from jaxtrain.adapters.peft_folder import CONFIG as PEFT_CONFIG
 from jaxtrain.adapters.peft_folder import open_peft
@@ -165,8 +167,12 @@ def holds_run(saved: Path) -> bool:
 
 def alone(config: Config) -> Config:
     """Return a run's config for a command that only reads the trained model: without devices set
-    aside for rollouts and without a draft."""
-    rollout = config.rollout.model_copy(update={"devices": 0, "draft": None, "draft_refresh": None})
+    aside for rollouts and without a draft. What was trained exactly is read by the usual programs
+    where there is no exact form."""
+    devices = jax.devices()
+    exact = config.rollout.exact and len(devices) == 1 and devices[0].platform == "cpu"
+    changed = {"devices": 0, "draft": None, "draft_refresh": None, "exact": exact}
+    rollout = config.rollout.model_copy(update=changed)
     return config.model_copy(update={"rollout": rollout})
 
 

@@ -234,9 +234,7 @@ def decode_chunk(
         count_B = (~rows.done).astype(jnp.int32)
         read = model.decode(rows.token[:, None], rows.cache, count_B, shared=rows.shared)
         keys = _fold(rows.keys, rows.count)
-        token, logprob = draw_tokens(
-            model, read.hidden[:, 0], keys, rows.draw, kind, allowed_BW
-        )
+        token, logprob = draw_tokens(model, read.hidden[:, 0], keys, rows.draw, kind, allowed_BW)
         rows = rows._replace(
             cache=read.cache, token=token, logprob=logprob, count=rows.count + ~rows.done
         )

@@ -5,7 +5,6 @@ The model's side is layers/exact.py; docs/exact.md describes both.
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import Any
 
 from jaxtrain.config import Config
 from jaxtrain.core.bundle import ModelBundle
@@ -72,6 +71,6 @@ def find_reasons(config: Config, bundle: ModelBundle) -> Iterator[str]:
     if model.neftune_alpha:
         yield f"model.neftune_alpha {model.neftune_alpha:g} draws in training alone"
     if rollout.router_replay:
-        yield "rollout.router_replay sends tokens where the routers of exact passes send them anyway"
+        yield "rollout.router_replay sends tokens where exact routers send them anyway"
     if config.sampling.structured_outputs:
         yield "sampling.structured_outputs scores over allowed tokens alone, training over all"
