@@ -207,7 +207,7 @@ class ExactOps:
 
 def find_inexact_layers(model: Any) -> list[str]:
     """Name the kinds of layers of a model that have no exact form."""
-    reasons = {}
+    reasons = {} if getattr(model, "vision", None) is None else {"images": None}
     for spec, block in zip(model.stack.specs, model.stack.blocks(), strict=True):
         if type(block) is not Block:
             reasons[type(block).__name__] = None
