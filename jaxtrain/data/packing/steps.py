@@ -102,9 +102,11 @@ class StepIterator(grain.DatasetIterator):
         if not rows:
             raise StopIteration
         batch = shape.build([[lay_out(tree, shape.normalize) for tree in row] for row in rows])
-        shapes = self._totals["shapes"]
-        if list(batch.tokens.shape[1:]) not in shapes:
-            self._totals["shapes"] = [*shapes, list(batch.tokens.shape[1:])]
+        shapes, compiled = self._totals["shapes"], list(batch.tokens.shape[1:])
+        if batch.images is not None:
+            compiled.append(batch.images.since.shape[-1])
+        if compiled not in shapes:
+            self._totals["shapes"] = [*shapes, compiled]
         self._totals["batches"] += 1
         self._totals["rows"] += len(rows)
         self._totals["tokens"] += sum(tree.num_tokens for row in rows for tree in row)
