@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.batch import ROUTED, Batch
+from jaxtrain.batch import IMAGE_SLOT, ROUTED, Batch
 from jaxtrain.core.losses.logp import token_logp
 from jaxtrain.core.roles import ModelSnapshot
 from jaxtrain.core.step import take_micro
@@ -76,7 +76,8 @@ class Scorer:
         names: Sequence[str] = (),
     ) -> Any:
         """Return what a jitted (params, batch [B, T]) returns, in numpy and with the axis A, for a
-        batch [A, B, T] with only these streams."""
+        batch [A, B, T] with only these streams, and that of images."""
+        names = (*names, IMAGE_SLOT) if batch.images is not None else names
         streams = {name: batch.streams[name] for name in names}
         # Weights and streams differ between methods and rounds: without them all batches of a shape
         # share one compiled program.

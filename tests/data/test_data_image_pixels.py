@@ -1,13 +1,16 @@
 """Pixels of images to the bit as the Pillow-based image processors of transformers make them."""
 
 import io
+import json
 
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
 from smolvlm_text import CONFIG, draw, encode, open_tokenizer
 
+from jaxtrain.data.chat.control_tokens import add_tokens
 from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.images.decode import decode, measure
 from jaxtrain.data.images.format import read_format
 from jaxtrain.errors import UserError
@@ -158,3 +161,58 @@ def test_a_folder_without_settings_is_named(tmp_path):
     with pytest.raises(UserError, match="is no JSON object"):
         read_format(tmp_path, CONFIG, None)
     assert read_format(tmp_path, {"model_type": "llama"}, None) is None
+
+
+QWEN = {
+    "patch_size": 4,
+    "merge_size": 2,
+    "size": {"shortest_edge": 600, "longest_edge": 9000},
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.5, 0.3, 0.2],
+}
+QWEN_CONFIG = {
+    "model_type": "qwen3_vl",
+    "vision_config": {"patch_size": 4, "spatial_merge_size": 2},
+}
+
+
+def open_qwen(folder, settings, config=QWEN_CONFIG):
+    tokenizer = load_tokenizer("builtin")
+    add_tokens(tokenizer, (), ["<|image_pad|>"])
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return read_format(folder, config, tokenizer)
+
+
+def test_qwen_pixels_equal_those_of_transformers(tmp_path):
+    from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
+
+    form, processor = open_qwen(tmp_path, QWEN), Qwen2VLImageProcessorPil(**QWEN)
+    for number, data in enumerate(odd_files()):
+        picture = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        expected = processor(picture)
+        [(_, rows, cols)] = expected["image_grid_thw"]
+        size, patches = measure(data), form.cut(decode(data))
+        assert form.count(size) == (rows * cols, rows * cols // 4)
+        assert form.expand(size) == "<|image_pad|>" * (rows * cols // 4)
+        # A still stands twice in their columns: channel, time, row, column.
+        theirs = np.asarray(expected["pixel_values"]).reshape(-1, 3, 2, 16)
+        ours = np.stack([form.values[patches.pixels[:, c * 16 : c * 16 + 16], c] for c in range(3)])
+        for time in range(2):
+            np.testing.assert_array_equal(ours, theirs[:, :, time].transpose(1, 0, 2), str(number))
+        assert (patches.grid == (rows, cols)).all() and (patches.until == rows * cols).all()
+
+
+def test_qwen_refuses_what_it_does_not_follow(tmp_path):
+    form = open_qwen(tmp_path, QWEN)
+    with pytest.raises(MalformedRow, match="an image is more than 200 times as long as wide"):
+        form.count((401, 2))
+    assert form.count((400, 2))[1] > 0
+    without = {key: value for key, value in QWEN.items() if key != "size"}
+    with pytest.raises(UserError, match="its image processor does not say size"):
+        open_qwen(tmp_path, without)
+    old = {**without, "min_pixels": 600, "max_pixels": 9000}
+    assert open_qwen(tmp_path, old) == form
+    with pytest.raises(UserError, match="sets merge_size to 3; only 2 is read"):
+        open_qwen(tmp_path, {**QWEN, "merge_size": 3})
+    with pytest.raises(UserError, match=r"image_token_id is 7, but the tokenizer's '<\|image_pad"):
+        open_qwen(tmp_path, QWEN, {**QWEN_CONFIG, "image_token_id": 7})

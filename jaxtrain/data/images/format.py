@@ -23,7 +23,11 @@ from jaxtrain.safe_io import parse_json, read_text
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
-FAMILIES = {"smolvlm": "smolvlm:TiledFormat", "idefics3": "smolvlm:TiledFormat"}
+FAMILIES = {
+    "smolvlm": "smolvlm:TiledFormat",
+    "idefics3": "smolvlm:TiledFormat",
+    "qwen3_vl": "qwen:WholeFormat",
+}
 """{model_type: module:class} of the families whose images are read."""
 MAX_SETTINGS = 1 << 20
 """Bytes of a folder's JSON file."""
@@ -179,13 +183,18 @@ def require(settings: Mapping[str, Any], allowed: Mapping[str, Any], folder: str
             )
 
 
-def require_token(tokenizer: Any, text: str, folder: str) -> int:
-    """Return the id of a placeholder; UserError unless it is a control token."""
+def require_token(tokenizer: Any, text: str, folder: str, expected: int | None = None) -> int:
+    """Return the id of a placeholder; UserError unless it is a control token, and the one that
+    config.json names, if it does."""
     from jaxtrain.data.chat.control_tokens import find_control
 
     token = find_control(tokenizer).get(text)
     if token is None:
         raise UserError(
             f"the tokenizer of {folder} has no control token {text!r}, which stands for an image"
+        )
+    if expected not in (None, token):
+        raise UserError(
+            f"{folder}: image_token_id is {expected}, but the tokenizer's {text!r} is {token}"
         )
     return token

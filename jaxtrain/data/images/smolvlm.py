@@ -66,12 +66,7 @@ class TiledFormat(ImageFormat):
         longest = size.get("longest_edge") or (None if size.get("height") else 4 * 364)
         fixed = (int(size["width"]), int(size["height"])) if longest is None else None
         placeholder = getattr(tokenizer, "image_token", None) or "<image>"
-        token = require_token(tokenizer, placeholder, folder)
-        if config.get("image_token_id", token) != token:
-            raise UserError(
-                f"{folder}: image_token_id is {config['image_token_id']}, but the tokenizer's"
-                f" {placeholder!r} is {token}"
-            )
+        token = require_token(tokenizer, placeholder, folder, config.get("image_token_id"))
         return cls(
             placeholder, token, patch, merge, *read_scale(settings, folder), tile, longest, fixed,
             bool(settings.get("do_image_splitting", True)),

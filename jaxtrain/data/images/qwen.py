@@ -1,0 +1,100 @@
+"""Images of Qwen vision-language models: whole, of any size within bounds, near their own shape.
+
+A picture is resized to multiples of a feature's pixels, and is one segment of the tower.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from typing_extensions import override
+
+from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.images.format import ImageFormat, read_scale, require, require_token
+from jaxtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+MAX_ASPECT = 200
+BICUBIC = 3
+"""Number of the filter in Pillow and in the folders."""
+
+
+@dataclass(frozen=True)
+class WholeFormat(ImageFormat):
+    """Settings of the family's image processor."""
+
+    min_pixels: int
+    """Pixels of a resized picture, at least; smaller ones grow."""
+    max_pixels: int
+    resample: int
+    """Pillow's number of the filter."""
+
+    @classmethod
+    def read(
+        cls,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Any] | None,
+        tokenizer: Any,
+        folder: str,
+    ) -> "WholeFormat":
+        """Read the settings of a folder; UserError for those that are not followed. None: pictures
+        keep about their size."""
+        vision = config.get("vision_config") or {}
+        patch, merge = vision.get("patch_size", 16), vision.get("spatial_merge_size", 2)
+        if settings is None:
+            edges = {"shortest_edge": (patch * merge) ** 2, "longest_edge": 1 << 20}
+            settings = {"size": edges, "patch_size": patch, "merge_size": merge}
+            settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+        require(settings, {"do_resize": True, "patch_size": patch, "merge_size": merge}, folder)
+        size = settings.get("size") or {}
+        bounds = (
+            settings.get("min_pixels") or size.get("shortest_edge"),
+            settings.get("max_pixels") or size.get("longest_edge"),
+        )
+        needed = {"size": all(bounds), "image_mean": "image_mean" in settings}
+        for name, is_there in needed.items():  # what stands for absent ones has changed over time
+            if not is_there:
+                raise UserError(f"{folder}: its image processor does not say {name}")
+        placeholder = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
+        token = require_token(tokenizer, placeholder, folder, config.get("image_token_id"))
+        return cls(
+            placeholder, token, patch, merge, *read_scale(settings, folder),
+            int(bounds[0]), int(bounds[1]), int(settings.get("resample", BICUBIC)),
+        )  # fmt: skip
+
+    @override
+    def count(self, size: tuple[int, int]) -> tuple[int, int]:
+        width, height = self.fit(size)
+        patches = (width // self.patch) * (height // self.patch)
+        return patches, patches // self.merge**2
+
+    @override
+    def expand(self, size: tuple[int, int]) -> str:
+        return self.placeholder * self.count(size)[1]
+
+    @override
+    def segments(self, picture: "Picture") -> list[np.ndarray]:
+        return [np.asarray(picture.resize(self.fit(picture.size), self.resample))]
+
+    def fit(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the width and height of a resized picture; raises MalformedRow for one that is too
+        narrow."""
+        width, height = size
+        if max(size) > MAX_ASPECT * min(size):
+            raise MalformedRow(f"an image is more than {MAX_ASPECT} times as long as wide")
+        unit, area = self.patch * self.merge, width * height
+        fitted = round(width / unit) * unit, round(height / unit) * unit
+        if fitted[0] * fitted[1] > self.max_pixels:
+            factor = math.sqrt(area / self.max_pixels)
+            edges = (max(unit, math.floor(n / factor / unit) * unit) for n in size)
+        elif fitted[0] * fitted[1] < self.min_pixels:
+            factor = math.sqrt(self.min_pixels / area)
+            edges = (math.ceil(n * factor / unit) * unit for n in size)
+        else:
+            return fitted
+        width, height = edges
+        return width, height
