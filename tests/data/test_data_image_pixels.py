@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from smolvlm_text import CONFIG, draw, encode, open_tokenizer
+from smolvlm_text import ANSWER, CONFIG, draw, encode, make_reader, open_tokenizer
 
 from jaxtrain.data.chat.control_tokens import add_tokens
 from jaxtrain.data.chat.messages import MalformedRow
@@ -177,10 +177,21 @@ QWEN_CONFIG = {
 
 
 def open_qwen(folder, settings, config=QWEN_CONFIG):
+    return open_qwen_tokenizer(folder, settings, config).image_format
+
+
+def open_qwen_tokenizer(folder, settings, config=QWEN_CONFIG):
     tokenizer = load_tokenizer("builtin")
-    add_tokens(tokenizer, (), ["<|image_pad|>"])
+    add_tokens(tokenizer, (), ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"])
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}"
+        "{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|>"
+        "<|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
-    return read_format(folder, config, tokenizer)
+    tokenizer.image_format = read_format(folder, config, tokenizer)
+    return tokenizer
 
 
 def test_qwen_pixels_equal_those_of_transformers(tmp_path):
@@ -216,3 +227,18 @@ def test_qwen_refuses_what_it_does_not_follow(tmp_path):
         open_qwen(tmp_path, {**QWEN, "merge_size": 3})
     with pytest.raises(UserError, match=r"image_token_id is 7, but the tokenizer's '<\|image_pad"):
         open_qwen(tmp_path, QWEN, {**QWEN_CONFIG, "image_token_id": 7})
+
+
+def test_qwen_rows_are_cut_before_what_opens_an_image(tmp_path):
+    tokenizer = open_qwen_tokenizer(tmp_path, QWEN)
+    show = {"role": "user", "content": [{"type": "image", "image": draw(20, 10)}, "so?"]}
+    row = {"messages": [{"role": "user", "content": "a"}, ANSWER, show, ANSWER]}
+    [whole] = make_reader(tmp_path, tokenizer)(row)
+    places = np.flatnonzero(whole.images.slot >= 0)
+    first, last = int(places[0]), int(places[-1])
+    text = tokenizer.decode(whole.tokens[first - 1 : last + 2])
+    assert text == f"<|vision_start|>{'<|image_pad|>' * len(places)}<|vision_end|>"
+    for length in range(first - 2, last + 4):
+        [sample] = make_reader(tmp_path, tokenizer, length, "truncate")(row)
+        within = first - 1 < length < last + 2
+        assert len(sample.tokens) == (first - 1 if within else length), length

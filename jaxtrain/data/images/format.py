@@ -78,6 +78,12 @@ class ImageFormat(ABC):
     def expand(self, size: tuple[int, int]) -> str:
         """Return the text of a picture, with a placeholder for each feature."""
 
+    def around(self, size: tuple[int, int]) -> tuple[str, str]:
+        """Return the texts before the first and behind the last placeholder of a picture, without
+        which it is not whole."""
+        text = self.expand(size)
+        return text.partition(self.placeholder)[0], text.rpartition(self.placeholder)[2]
+
     @abstractmethod
     def segments(self, picture: "Picture") -> list[np.ndarray]:
         """Return the resized pictures uint8 [height, width, 3] that the tower reads one by one."""

@@ -77,6 +77,10 @@ class WholeFormat(ImageFormat):
         return self.placeholder * self.count(size)[1]
 
     @override
+    def around(self, size: tuple[int, int]) -> tuple[str, str]:
+        return "<|vision_start|>", "<|vision_end|>"  # written by the chat template
+
+    @override
     def segments(self, picture: "Picture") -> list[np.ndarray]:
         return [np.asarray(picture.resize(self.fit(picture.size), self.resample))]
 

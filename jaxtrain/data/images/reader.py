@@ -86,9 +86,7 @@ class ImageReader:
         for index in np.flatnonzero(firsts)[::-1]:
             number = np.searchsorted(placed.starts, placed.slot[places[index]], side="right") - 1
             image = placed.images[number]
-            text = self.format.expand(image.size)
-            opening = text.partition(self.format.placeholder)[0]
-            closing = text.rpartition(self.format.placeholder)[2]
+            opening, closing = self.format.around(image.size)
             start = int(places[index]) - len(encode(opening))
             last = int(places[index + image.num_features - 1])
             if start < limit <= last + len(encode(closing)):
