@@ -185,8 +185,8 @@ def open_qwen_tokenizer(folder, settings, config=QWEN_CONFIG):
     add_tokens(tokenizer, (), ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"])
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}"
-        "{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}<|vision_start|>"
-        "<|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
+        "{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
         "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
