@@ -186,8 +186,9 @@ def open_qwen_tokenizer(folder, settings, config=QWEN_CONFIG):
     tokenizer.chat_template = (
         "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}"
         "{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
-        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}{% endif %}"
-        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+        "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     tokenizer.image_format = read_format(folder, config, tokenizer)
