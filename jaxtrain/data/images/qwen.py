@@ -51,11 +51,9 @@ class WholeFormat(ImageFormat):
             settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
         require(settings, {"do_resize": True, "patch_size": patch, "merge_size": merge}, folder)
         size = settings.get("size") or {}
-        bounds = (
-            settings.get("min_pixels") or size.get("shortest_edge"),
-            settings.get("max_pixels") or size.get("longest_edge"),
-        )
-        needed = {"size": all(bounds), "image_mean": "image_mean" in settings}
+        least = int(settings.get("min_pixels") or size.get("shortest_edge") or 0)
+        most = int(settings.get("max_pixels") or size.get("longest_edge") or 0)
+        needed = {"size": least and most, "image_mean": "image_mean" in settings}
         for name, is_there in needed.items():  # what stands for absent ones has changed over time
             if not is_there:
                 raise UserError(f"{folder}: its image processor does not say {name}")
@@ -63,7 +61,7 @@ class WholeFormat(ImageFormat):
         token = require_token(tokenizer, placeholder, folder, config.get("image_token_id"))
         return cls(
             placeholder, token, patch, merge, *read_scale(settings, folder),
-            int(bounds[0]), int(bounds[1]), int(settings.get("resample", BICUBIC)),
+            least, most, int(settings.get("resample", BICUBIC)),
         )  # fmt: skip
 
     @override
