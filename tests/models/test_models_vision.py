@@ -44,7 +44,10 @@ def run(model, batch, probe):
     return np.asarray(logits), leaves(grads)
 
 
-@pytest.mark.parametrize("name", sorted(VISION))
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_vl", *(pytest.param(n, marks=pytest.mark.slow) for n in ("idefics3", "smolvlm"))],
+)
 def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     theirs = reference(name)
     theirs.save_pretrained(tmp_path / "theirs")
