@@ -230,7 +230,7 @@ def test_eval_output_is_whole_and_elsewhere(moved, tmp_path, capsys):
     for _ in range(2):
         assert run("eval", moved / "full", *sets, "--output", place) == 0
         assert {path.name for path in place.iterdir()} == {
-            *("samples.jsonl", "metrics.jsonl", "run.json")
+            *("samples.jsonl", "metrics.jsonl", "results.csv", "run.json")
         }
         assert len((place / "samples.jsonl").read_text().splitlines()) == 2
     assert len((place / "metrics.jsonl").read_text().splitlines()) == 2
