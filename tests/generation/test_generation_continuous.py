@@ -285,7 +285,7 @@ def test_an_answer_that_is_watched_comes_token_by_token_and_is_the_same(models):
     async def draw(watch):
         engine = LocalEngine(open_sampler(models[0]))
         try:
-            return await engine.generate(prompt, sampling, (), 4, watch)
+            return await engine.generate(prompt, sampling, (), 4, watch=watch)
         finally:
             await engine.close()
 
