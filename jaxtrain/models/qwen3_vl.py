@@ -30,9 +30,8 @@ class Config(ImageTextConfig):
     tower_type: ClassVar[type[TowerConfig]] = TowerConfig
     prefixes: ClassVar[tuple[str, ...]] = ("model.language_model.",)
     rope_keys: ClassVar[tuple[str, ...]] = ("mrope_section", "mrope_interleaved")
-    media: ClassVar[tuple[str, ...]] = (
-        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-    )
+    media: ClassVar[tuple[str, ...]] = ("image_token_id", "video_token_id")
+    """Not what stands before and behind an image: those are read like text."""
 
     attention_bias: bool = False
     """On all four projections."""

@@ -36,6 +36,48 @@ max_steps = 3
 kind = "{kind}"
 """  # noqa: E501
 
+QWEN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
+    "{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
+    "{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+QWEN = """
+[model]
+tokenizer = "builtin"
+chat_template = "{folder}/qwen.jinja"
+compute_dtype = "float32"
+special_tokens = {{ additional_special_tokens = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"] }}
+[model.architecture]
+architectures = ["Qwen3VLForConditionalGeneration"]
+model_type = "qwen3_vl"
+image_token_id = 512
+vision_start_token_id = 513
+vision_end_token_id = 514
+tie_word_embeddings = true
+text_config = {{ model_type = "qwen3_vl_text", vocab_size = 528, hidden_size = 32, intermediate_size = 64, num_hidden_layers = 3, num_attention_heads = 2, num_key_value_heads = 1, head_dim = 16, max_position_embeddings = 256, rope_parameters = {{ rope_type = "default", rope_theta = 10000.0, mrope_section = [3, 3, 2], mrope_interleaved = true }} }}
+vision_config = {{ model_type = "qwen3_vl_vision", hidden_size = 24, intermediate_size = 40, depth = 4, num_heads = 3, patch_size = 4, spatial_merge_size = 2, out_hidden_size = 32, num_position_embeddings = 25, deepstack_visual_indexes = [1, 3], initializer_range = 0.1 }}
+[parallel]
+data = 1
+fsdp = -1
+[data]
+sequence_len = 128
+datasets = [{{ path = "{folder}/train.jsonl" }}]
+[optim]
+learning_rate = 3e-3
+[run]
+max_steps = 3
+"""  # noqa: E501
+QWEN_SETTINGS = {
+    "patch_size": 4,
+    "merge_size": 2,
+    "temporal_patch_size": 2,
+    "size": {"shortest_edge": 256, "longest_edge": 1024},
+    "image_mean": [0.5, 0.4, 0.3],
+    "image_std": [0.5, 0.3, 0.2],
+}
+
 pytestmark = pytest.mark.slow
 
 
@@ -75,3 +117,25 @@ def test_a_run_reads_pixels(kind, tmp_path):
     write_rows(tmp_path, kind, ["gray"])
     other = train(tmp_path, kind, "gray")
     assert other[2] != losses[2] and other[3] != losses[3]
+
+
+def test_a_folder_of_qwen_trains_on_pictures(tmp_path):
+    """The folder comes from a run on text, its image processor's settings from outside."""
+    (tmp_path / "qwen.jinja").write_text(QWEN_TEMPLATE)
+    config = tmp_path / "config.toml"
+    config.write_text(QWEN.format(folder=tmp_path))
+    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+    run = tmp_path / "text"
+    assert main(["--config", str(config), "run.max_steps=1", f"run.output_dir={run}"]) == 0
+    folder = run / "model"
+    (folder / "preprocessor_config.json").write_text(json.dumps(QWEN_SETTINGS))
+    model = f"[model]\npath = '{folder}'\ncompute_dtype = 'float32'\nvision.train = 'all'\n"
+    config.write_text(model + config.read_text()[config.read_text().index("[parallel]") :])
+    losses = []
+    for name, colors in (("colors", ["red", "green", "blue"]), ("gray", ["gray"])):
+        write_rows(tmp_path, "sft", colors)
+        assert main(["--config", str(config), f"run.output_dir={tmp_path / name}"]) == 0
+        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
+        losses.append([line["loss"] for line in lines if "loss" in line])
+    assert len(losses[0]) == 3 and losses[0][2] < losses[0][0]
+    assert losses[0][1:] != losses[1][1:]
