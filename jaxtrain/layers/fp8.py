@@ -44,7 +44,7 @@ class Fp8Product:
 
 
 def use_fp8(model: Model, product: Fp8Product) -> Model:
-    """Let the Linears of the abstract `model` for which `takes_fp8` is true multiply by `product`,
+    """Make the Linears of the abstract `model` for which `takes_fp8` is true multiply by `product`,
     in place; UserError where there is none."""
     linears = [node for path, node in nnx.iter_graph(model) if takes_fp8(path, node)]
     for node in linears:

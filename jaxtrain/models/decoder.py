@@ -50,13 +50,13 @@ class DecoderOptions:
     """Index of the one layer to build; `only` of layers.stack.Stack."""
 
     def layer_init(self, config: DecoderConfig, rngs: nnx.Rngs) -> LayerInit:
-        """How the parameters of the model's layers are created."""
+        """Return how the parameters of the model's layers are created."""
         std, param_dtype = config.initializer_range, jnp.dtype(self.param_dtype)
         return LayerInit(rngs, std, param_dtype, jnp.dtype(self.dtype))
 
 
 class SeenImages(NamedTuple):
-    """What the text reads of the images of its rows."""
+    """Parts of the images of a batch that the text reads."""
 
     slot: jax.Array
     """int32 [B, T]: the feature at a token; -1: none."""

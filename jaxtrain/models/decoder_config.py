@@ -177,8 +177,8 @@ class DecoderConfig:
 
     @property
     def rope_axes(self) -> tuple[int, ...] | None:
-        """What each frequency turns by where there are images: 0 time, 1 row, 2 column; None: all
-        by the position."""
+        """Axis that each frequency turns by where there are images: 0 time, 1 row, 2 column; None:
+        all by the position."""
         return None
 
     @property

@@ -117,7 +117,7 @@ class ImageTextConfig(TextConfig):
         """Patches along a side of the block that one feature is made of."""
 
     def check_drawn(self) -> None:
-        """Nothing: the tower is drawn with the text."""
+        """Do nothing: the tower is drawn with the text."""
 
 
 def split_levels(

@@ -193,28 +193,31 @@ def qwen_tower_names(config: QwenTowerConfig, root: str) -> list[ParameterEntry]
         ops: tuple[TensorOp, ...] = tuple(make(f"{root}blocks.{layer}.") for layer in layers)
         entries.append(ParameterEntry(f"tower.stack.block.{param}", StackedOps(ops)))
 
-    for name, place in LINEARS.items():
-        rows = ((place * width, width),)
+    for name, part in LINEARS.items():
+        rows = ((part * width, width),)
         stack(
             f"attention.{name}.kernel",
-            lambda at, rows=rows: Transpose(
-                PermutedRows(f"{at}attn.qkv.weight", 0, rows, 3 * width)
+            lambda prefix, rows=rows: Transpose(
+                PermutedRows(f"{prefix}attn.qkv.weight", 0, rows, 3 * width)
             ),
         )
         stack(
             f"attention.{name}.bias",
-            lambda at, rows=rows: PermutedRows(f"{at}attn.qkv.bias", 0, rows, 3 * width),
+            lambda prefix, rows=rows: PermutedRows(f"{prefix}attn.qkv.bias", 0, rows, 3 * width),
         )
     for param, name in (
         ("attention.out", "attn.proj"),
         ("mlp.up", "mlp.linear_fc1"),
         ("mlp.down", "mlp.linear_fc2"),
     ):
-        stack(f"{param}.kernel", lambda at, name=name: Transpose(TensorRef(f"{at}{name}.weight")))
-        stack(f"{param}.bias", lambda at, name=name: TensorRef(f"{at}{name}.bias"))
+        stack(
+            f"{param}.kernel",
+            lambda prefix, name=name: Transpose(TensorRef(f"{prefix}{name}.weight")),
+        )
+        stack(f"{param}.bias", lambda prefix, name=name: TensorRef(f"{prefix}{name}.bias"))
     for param, name in (("attention_norm", "norm1"), ("mlp_norm", "norm2")):
-        stack(f"{param}.scale", lambda at, name=name: TensorRef(f"{at}{name}.weight"))
-        stack(f"{param}.bias", lambda at, name=name: TensorRef(f"{at}{name}.bias"))
+        stack(f"{param}.scale", lambda prefix, name=name: TensorRef(f"{prefix}{name}.weight"))
+        stack(f"{param}.bias", lambda prefix, name=name: TensorRef(f"{prefix}{name}.bias"))
     mergers = {"projector.merger": f"{root}merger"}
     for index in range(len(config.deepstack_visual_indexes)):
         mergers[f"projector.deep.{index}"] = f"{root}deepstack_merger_list.{index}"

@@ -99,7 +99,7 @@ class VisionConfig:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileConfig(VisionConfig):
-    """Of a tower whose images are squares of `image_size`."""
+    """Attributes of a tower whose images are squares of `image_size`."""
 
     image_size: int
 
@@ -130,7 +130,7 @@ class PatchEmbedding(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """What towers have in common: packed patches through layers that attend within a segment. A
+    """Base of towers: packed patches through layers that attend within a segment. A
     tower adds its parameters, `embed` and `turn`, and may capture outputs of layers."""
 
     stack: Stack
@@ -247,7 +247,7 @@ class TileVision(Vision):
 
 
 def vision_init(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) -> LayerInit:
-    """How the parameters of a tower are created."""
+    """Return how the parameters of a tower are created."""
     param_dtype = jnp.dtype(options.param_dtype)
     return LayerInit(rngs, config.initializer_range, param_dtype, jnp.dtype(options.dtype))
 
@@ -302,10 +302,10 @@ def bucket_positions(row_col_BP2: jax.Array, grid_BP2: jax.Array, side: int) -> 
 def bucket_table(side: int) -> np.ndarray:
     """int32 [n - 1, i] buckets of patch i of n <= `side`, in the float32 steps of transformers."""
     # On the host, since devices may divide less exactly, and fractions lie on the borders.
-    one = np.float32(1)
+    unit = np.float32(1)
     borders = np.arange(1 / side, 1.0, 1 / side).astype(np.float32)
     index = np.arange(side, dtype=np.float32)
-    steps = one / np.arange(1, side + 1, dtype=np.float32)
+    steps = unit / np.arange(1, side + 1, dtype=np.float32)
     fractions = np.minimum(index[None] * steps[:, None], np.float32(1 - 1e-6))
     return np.searchsorted(borders, fractions, side="right").astype(np.int32)
 

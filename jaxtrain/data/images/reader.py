@@ -102,8 +102,8 @@ class ImageReader:
             if value.get("bytes"):  # the path beside them is only a name
                 filled = ["bytes"]
             if len(filled) != 1:
-                found = " and ".join(filled) or "none of them"
-                raise MalformedRow(f"an image needs one of {', '.join(PAYLOAD)}; it has {found}")
+                named = " and ".join(filled) or "none of them"
+                raise MalformedRow(f"an image needs one of {', '.join(PAYLOAD)}; it has {named}")
             inner = value[filled[0]]
             return _decode_base64(inner) if filled[0] == "base64" else self.locate(inner)
         if not isinstance(value, str):

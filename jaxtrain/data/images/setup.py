@@ -26,5 +26,5 @@ def open_packer(
     if image_format is None:
         return None
     unit = 4 * image_format.merge**2
-    wanted = data.image_patches or row_tokens * image_format.merge**2
-    return PatchPacker(image_format, -(-wanted // unit) * unit)
+    patches = data.image_patches or row_tokens * image_format.merge**2
+    return PatchPacker(image_format, -(-patches // unit) * unit)

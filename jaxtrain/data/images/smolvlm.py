@@ -84,14 +84,14 @@ class TiledFormat(ImageFormat):
     def expand(self, size: tuple[int, int]) -> str:
         rows, cols = self.count_tiles(size)
         tokens = self.placeholder * (self.tile // self.patch // self.merge) ** 2
-        whole = f"{FAKE}{GLOBAL}{tokens}{FAKE}"
+        overview = f"{FAKE}{GLOBAL}{tokens}{FAKE}"
         if not rows:
-            return whole
+            return overview
         lines = (
             "".join(f"{FAKE}<row_{row}_col_{col}>{tokens}" for col in range(1, cols + 1))
             for row in range(1, rows + 1)
         )
-        return "".join(f"{line}\n" for line in lines) + f"\n{whole}"
+        return "".join(f"{line}\n" for line in lines) + f"\n{overview}"
 
     @override
     def segments(self, picture: "Picture") -> list[np.ndarray]:

@@ -54,10 +54,14 @@ class ShapeRows:
                     f"builtin:shapes: {name} is {show(value)}, not a whole number between {low} and"
                     f" {high}"
                 )
-        asked = self.questions
-        if not isinstance(asked, list | tuple) or not asked or not set(asked) <= set(QUESTIONS):
+        questions = self.questions
+        if (
+            not isinstance(questions, list | tuple)
+            or not questions
+            or not set(questions) <= set(QUESTIONS)
+        ):
             raise UserError(
-                f"builtin:shapes: questions is {show(asked)}; it lists some of"
+                f"builtin:shapes: questions is {show(questions)}; it lists some of"
                 f" {', '.join(QUESTIONS)}"
             )
 
@@ -89,28 +93,30 @@ class ShapeRows:
     def _count(self, chance: random.Random) -> tuple[str, str, "Drawn"]:
         color, shape = target = chance.choice([*COLORS]), chance.choice(SHAPES)
         number = chance.randint(0, self.max_count)
-        others = [
+        distractors = [
             (c, s)
             for c in COLORS
             for s in SHAPES
             if (c, s) != target and (c == color or s == shape)
         ]
-        shown = [target] * number + chance.choices(others, k=chance.randint(0, 4))
+        shown = [target] * number + chance.choices(distractors, k=chance.randint(0, 4))
         return f"How many {color} {shape}s are there?", str(number), _arrange(chance, shown)
 
     def _color(self, chance: random.Random) -> tuple[str, str, "Drawn"]:
         color, shape = chance.choice([*COLORS]), chance.choice(SHAPES)
-        others = [(c, s) for c in COLORS for s in SHAPES if s != shape]
-        shown = [(color, shape), *chance.choices(others, k=chance.randint(0, 5))]
+        distractors = [(c, s) for c in COLORS for s in SHAPES if s != shape]
+        shown = [(color, shape), *chance.choices(distractors, k=chance.randint(0, 5))]
         return f"Which color is the {shape}?", color, _arrange(chance, shown)
 
     def _place(self, chance: random.Random) -> tuple[str, str, "Drawn"]:
         color, shape = target = chance.choice([*COLORS]), chance.choice(SHAPES)
-        others = [(c, s) for c in COLORS for s in SHAPES if (c, s) != target]
-        drawn = _arrange(chance, [target, *chance.choices(others, k=chance.randint(0, 5))])
+        distractors = [(c, s) for c in COLORS for s in SHAPES if (c, s) != target]
+        drawn = _arrange(chance, [target, *chance.choices(distractors, k=chance.randint(0, 5))])
         (row, col), *_ = drawn
-        place = f"{'top' if row < SIDE // 2 else 'bottom'} {'left' if col < SIDE // 2 else 'right'}"
-        return f"Where is the {color} {shape}?", place, drawn
+        corner = (
+            f"{'top' if row < SIDE // 2 else 'bottom'} {'left' if col < SIDE // 2 else 'right'}"
+        )
+        return f"Where is the {color} {shape}?", corner, drawn
 
 
 Drawn = dict[tuple[int, int], tuple[str, str]]
@@ -134,8 +140,8 @@ def draw(drawn: Drawn, size: int) -> np.ndarray:
         "triangle": (y <= 0.9) & (abs(x) <= (y + 1) / 2),
     }
     for (row, col), (color, shape) in drawn.items():
-        place = pixels[row * cell : (row + 1) * cell, col * cell : (col + 1) * cell]
-        place[masks[shape]] = COLORS[color]
+        area = pixels[row * cell : (row + 1) * cell, col * cell : (col + 1) * cell]
+        area[masks[shape]] = COLORS[color]
     return pixels
 
 

@@ -41,8 +41,8 @@ def choice(
 
 def find_letter(text: str, patterns: Sequence[re.Pattern[str]]) -> str | None:
     """Return the letter that a text names as its answer; None if there is none."""
-    found = (pattern.search(text) for pattern in patterns)
-    return next((match[1].upper() for match in found if match), None)
+    matches = (pattern.search(text) for pattern in patterns)
+    return next((match[1].upper() for match in matches if match), None)
 
 
 def ifeval(

@@ -66,6 +66,6 @@ def find_likely(sampler: Requests, request: Request, answer: Completion, k: int)
         # The log-prob at 1 divided by the temperature, but for a number that all tokens of a place
         # have in common.
         likely.append(
-            [(other, (value - drawn) / temperature + tempered) for other, value in best[:k]]
+            [(candidate, (value - drawn) / temperature + tempered) for candidate, value in best[:k]]
         )
     return likely
