@@ -5,7 +5,7 @@
     "package.module:name"   any importable module, the working directory included
     "file.py:name"          from a file
 
-docs/extending.md has an example for each of GROUPS but tools, which docs/rl.md has.
+docs/extending.md has an example for each of GROUPS but tools, which docs/environments.md has.
 """
 
 import difflib

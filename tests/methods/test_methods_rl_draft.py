@@ -25,6 +25,8 @@ TARGET = {
 }
 """The policy of toy_run.MODEL."""
 CLOCKS = ("time", "seconds", "per_second", "memory", "mfu", "tflops")
+ROUNDINGS = "mismatch/exact"
+"""Share of log-probs that two programs round alike."""
 
 
 @pytest.fixture(scope="module")
@@ -52,7 +54,7 @@ def test_answers_and_losses_are_those_without_a_draft(config, tmp_path):
     ]
     for entry, second in zip(plain, drafted, strict=True):
         assert 1 <= second["draft/tau"] <= 4 and second["draft/cycles"] > 10
-        for key in entry:
+        for key in entry.keys() - {ROUNDINGS}:
             if not any(clock in key for clock in CLOCKS) and isinstance(entry[key], float):
                 # The sampler's log-probs are rounded otherwise.
                 assert entry[key] == pytest.approx(second[key], rel=1e-3, abs=1e-5), key

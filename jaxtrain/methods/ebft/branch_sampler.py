@@ -48,7 +48,7 @@ def draw_blocks(
     how: SamplingOptions,
 ) -> jax.Array:
     """int32 [B, A, N, G]: what the model says at the spots of rows [B, T]; nothing that means
-    anything where there is no block. forest: of data.blocks.lay_blocks, the documents' tokens in
+    anything where there is no block. forest: of blocks.lay_blocks, the documents' tokens in
     it. keys: a row's noise depends on its key alone."""
     if model.keeps_packed:
         return _draw_behind(model, documents, spots, keys_B, how)

@@ -65,7 +65,7 @@ def make(config: Config) -> Task:
     bundle = build_model_bundle(config, score=HEADS[task.labels])
     if task.labels == "pairs":
         reason = 'task.labels "pairs" compares answers that lie in one row'
-        require_trees(bundle.architecture, reason, "choose a model of attention layers")
+        require_trees(bundle.architecture, reason, "choose a built-in family")
         loss = partial(pair_loss, center=task.center_rewards_coefficient)
     else:
         check_packing(config, bundle.architecture)
