@@ -215,8 +215,8 @@ def make_draw(
     judging: BlockRewardOptions,
     mesh: Any,
 ) -> Callable[..., tuple[jax.Array, jax.Array, jax.Array]]:
-    """Compiled once (parameters of both, documents [M, B, T], forest [M, B, U], BlockPositions, noise) ->
-    (tokens [M, B, U], streams ADVANTAGE and NUMBERS); placed as batches are."""
+    """Compiled once (parameters of both, documents [M, B, T], forest [M, B, U], BlockPositions,
+    noise) -> (tokens [M, B, U], streams ADVANTAGE and NUMBERS); placed as batches are."""
 
     def of_micro(policy_params: Params, feature_params: Params, arrays):
         documents, forest, spots, keys_B = arrays
