@@ -69,7 +69,8 @@ def stop_rollouts(argv: list[str]) -> None:
     parser = Parser("jaxtrain stop-rollouts", description=stop_rollouts.__doc__)
     parser.add_argument("name", help="as in rollout.service=ray://NAME")
     parser.add_argument("--address", default="auto", help="of the cluster (default: auto)")
-    parser.add_argument("--namespace", default=RayConfig().namespace, help="default: %(default)s")
+    namespace = RayConfig().namespace
+    parser.add_argument("--namespace", default=namespace, help=f"default: {namespace}")
     args = parser.parse_args(argv)
     name = args.name.removeprefix(SCHEME)
     with closing(join(RayConfig(address=args.address, namespace=args.namespace))) as cluster:
