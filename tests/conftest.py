@@ -8,6 +8,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 from importlib.metadata import version
 from pathlib import Path
 
@@ -52,6 +53,7 @@ os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "true")
 
 # jax fills a context of MLIR for every program, a fifth of the time of tests. As jax 0.11 does by
 # itself, ten programs of a thread share one.
+import jax
 from jax._src.interpreters import mlir
 
 if not hasattr(mlir, "_create_ir_context"):
@@ -74,6 +76,29 @@ gc.set_threshold(50_000, 20, 50)
 def pytest_collection_finish(session):
     """Set the modules and tests that collection has made aside, too."""
     gc.freeze()
+
+
+MAX_MAPPINGS, CHECK_SECONDS = 30_000, 20.0
+"""Every compiled program is some mappings of memory, of which Linux lets a process have 65,530; the
+next one then ends it by a segmentation fault."""
+last_check = time.monotonic()
+
+
+def count_mappings():
+    """Return the number of this process's mappings; 0 where the system does not list them."""
+    listing = Path("/proc/self/maps")
+    return listing.read_bytes().count(b"\n") if listing.exists() else 0
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown():
+    """Forget compiled programs, which the folder of them brings back, before there are too many."""
+    global last_check
+    if time.monotonic() - last_check > CHECK_SECONDS:
+        if count_mappings() > MAX_MAPPINGS:
+            jax.clear_caches()
+            gc.collect()
+        last_check = time.monotonic()
 
 
 # The same examples each time: a change is not refused for what an older one did. To look for new
