@@ -34,7 +34,6 @@ class LightLoader(Loader):
         sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] -- what import knows
         try:
             self.loader.exec_module(module)
-            assert not sys.modules["transformers.utils.import_utils"].is_torch_available()
         finally:
             del sys.modules["torch"]
             assert module.__spec__ is not None, "a module that is being imported has one"
@@ -74,7 +73,8 @@ def install() -> None:
 def forget_transformers() -> None:
     """Remove transformers from the imported modules. Its tokenizers stay usable, and are pickled by
     the name of their class, which is then another object of the same source."""
-    pending = [sys.modules["transformers.tokenization_utils_base"].PreTrainedTokenizerBase]
+    base = sys.modules.get("transformers.tokenization_utils_base")  # absent without a tokenizer
+    pending = [] if base is None else [base.PreTrainedTokenizerBase]
     while pending:
         kind = pending.pop()
         pending += kind.__subclasses__()

@@ -151,8 +151,7 @@ def load_module(module_name: str, *, key: str) -> ModuleType:
     is_file = module_name.endswith(".py")
     if is_file and not Path(module_name).is_file():
         raise UserError(f"{key}: the file {module_name} does not exist")
-    for prepare in tuple(before_import):
-        prepare()
+    prepare_import()
     try:
         with watch_import(key):
             return (
@@ -171,6 +170,13 @@ def load_module(module_name: str, *, key: str) -> ModuleType:
                 " it must be the working directory or on PYTHONPATH"
             ) from None
         raise UserError(f"{key} cannot be imported: {describe(error)}") from error
+
+
+def prepare_import() -> None:
+    """Call what has to run before code from outside jaxtrain, or a package that imports PyTorch, is
+    imported."""
+    for prepare in tuple(before_import):
+        prepare()
 
 
 @contextmanager

@@ -49,12 +49,12 @@ def split_login(url: str) -> tuple[str, str | None]:
     """Return (a URL without the user and password in it, the value of an Authorization header that
     they make; None without any)."""
     base = urlsplit(url)
-    login, at, place = base.netloc.rpartition("@")
-    if not at:
+    login, separator, host = base.netloc.rpartition("@")
+    if not separator:
         return url, None
     user, _, password = login.partition(":")
     encoded = base64.b64encode(f"{unquote(user)}:{unquote(password)}".encode()).decode()
-    return base._replace(netloc=place).geturl(), f"Basic {encoded}"
+    return base._replace(netloc=host).geturl(), f"Basic {encoded}"
 
 
 def _hide_value(value: str) -> str:

@@ -273,8 +273,10 @@ def _shares_tail(linears: Linears, adapter: Adapter, path: str) -> bool:
     if ".experts." in path:
         return False
     tail, slot = _tail(linears, path, 2), adapter.slots[path]
-    alike = (of for of in _namesakes(linears, path) if _tail(linears, of, 2) == tail)
-    return any(adapter.slots.get(of) != slot for of in alike)
+    namesakes = (
+        candidate for candidate in _namesakes(linears, path) if _tail(linears, candidate, 2) == tail
+    )
+    return any(adapter.slots.get(namesake) != slot for namesake in namesakes)
 
 
 def _namesakes(linears: Linears, path: str) -> list[str]:

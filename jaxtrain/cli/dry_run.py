@@ -50,7 +50,7 @@ def dry_run(config: Config, on: str | None = None) -> None:
     for index, eval_set in enumerate(config.eval.sets):
         count = len(read_problems(index, eval_set))
         console.print(
-            f"{eval_set.place}: {count:,} problems, {eval_set.k} answers each", markup=False
+            f"{eval_set.source}: {count:,} problems, {eval_set.k} answers each", markup=False
         )
     roles = [*task.roles.values(), *(eval_set.role for eval_set in task.auxiliary.values())]
     for parts in {id(role.bundle): role.bundle for role in roles}.values():

@@ -15,6 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from jaxtrain import plugins
 from jaxtrain.arguments import expand_path
 from jaxtrain.cli.processes import config_parser, run_together, settle_before_jax
 from jaxtrain.errors import UserError
@@ -95,14 +96,15 @@ def evaluate_tasks(args: argparse.Namespace, runs: list[str], overrides: list[st
     """Answer tasks of lm-evaluation-harness with a model, in one process."""
     if not runs or args.benchmark:
         raise UserError("eval: --lm-eval goes with RUN or MODEL, without --config and --benchmark")
+    plugins.prepare_import()  # the harness needs all of transformers
     from jaxtrain.api import Model
     from jaxtrain.cli.lm_harness import run_harness
 
     folder = Path(runs[0])
     is_run = (folder / "checkpoints").is_dir()
     output = args.output or (folder if is_run else Path("runs") / folder.name) / "eval"
-    model = Model(runs[0], overrides, own_dtype=True)
-    run_harness(model, args.lm_eval.split(","), args.lm_eval_option, output)
+    open_model = partial(Model, runs[0], overrides, own_dtype=True)
+    run_harness(open_model, args.lm_eval.split(","), args.lm_eval_option, output)
     return 0
 
 

@@ -244,8 +244,11 @@ def parse_options(words: Sequence[str]) -> dict[str, Any]:
     return options
 
 
-def run_harness(model: Model, tasks: Sequence[str], words: Sequence[str], folder: Path) -> None:
-    """Answer tasks; prints the harness's tables and writes lm_eval.json to a folder."""
+def run_harness(
+    open_model: Callable[[], Model], tasks: Sequence[str], words: Sequence[str], folder: Path
+) -> None:
+    """Answer tasks; prints the harness's tables and writes lm_eval.json to a folder. The model is
+    opened once tasks and options are known to be the harness's."""
     options = parse_options(words)
     try:
         from lm_eval import simple_evaluate
@@ -262,7 +265,7 @@ def run_harness(model: Model, tasks: Sequence[str], words: Sequence[str], folder
             " --lm-eval-option include_path=FOLDER adds own ones"
         )
     results = simple_evaluate(
-        HarnessModel(model), tasks=list(tasks), task_manager=manager, **options
+        HarnessModel(open_model()), tasks=list(tasks), task_manager=manager, **options
     )
     assert results is not None, "there is one process"
     folder.mkdir(parents=True, exist_ok=True)

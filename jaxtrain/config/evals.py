@@ -103,10 +103,10 @@ class EvalSetConfig(Section):
     @property
     def label(self) -> str:
         """Name in metrics."""
-        return self.name or self.benchmark or PurePath(self.place.rpartition(":")[2]).stem
+        return self.name or self.benchmark or PurePath(self.source.rpartition(":")[2]).stem
 
     @property
-    def place(self) -> str:
+    def source(self) -> str:
         """Path of the rows, or name of the benchmark that has one of its own."""
         return self.path or self.benchmark or ""
 
@@ -130,7 +130,7 @@ class EvalSetConfig(Section):
         """The rows, as a dataset section."""
         values = {key: getattr(self, key) for key in ("fields", "options", "max_rows")}
         split = self.split or "test"
-        return DatasetConfig(path=self.place, name=self.subset, split=split, **values)
+        return DatasetConfig(path=self.source, name=self.subset, split=split, **values)
 
 
 class EvalConfig(Section):

@@ -178,10 +178,10 @@ class OpenEnvSession:
     @contextlib.asynccontextmanager
     async def open(cls, client: aiohttp.ClientSession, url: str) -> AsyncIterator["OpenEnvSession"]:
         """Connect; sends close at the end, so that the server frees the session at once."""
-        place, login = split_login(url)
+        address, login = split_login(url)
         sent = {"Authorization": login} if login else None
         try:
-            socket = await client.ws_connect(place, max_msg_size=MAX_MESSAGE, headers=sent)
+            socket = await client.ws_connect(address, max_msg_size=MAX_MESSAGE, headers=sent)
         except (aiohttp.ClientError, TimeoutError, OSError) as error:
             raise fail(url, "cannot be reached", error) from None
         session = cls(socket, url)

@@ -156,9 +156,9 @@ class ServedPolicy(FrozenPolicy):
         self._counted["requests"] += 1
         limit = self.section.seconds
         timeout = aiohttp.ClientTimeout(total=limit, sock_connect=10)
-        place, sent = f"{split_login(url)[0]}{ROUTE}", headers(url, self.section.api_key)
+        address, sent = f"{split_login(url)[0]}{ROUTE}", headers(url, self.section.api_key)
         try:
-            async with session.post(place, json=body, timeout=timeout, headers=sent) as answer:
+            async with session.post(address, json=body, timeout=timeout, headers=sent) as answer:
                 raw = await answer.content.read(MAX_ANSWER_BYTES)
                 while len(raw) < MAX_ANSWER_BYTES and (
                     chunk := await answer.content.read(MAX_ANSWER_BYTES)

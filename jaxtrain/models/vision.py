@@ -130,8 +130,8 @@ class PatchEmbedding(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Base of towers: packed patches through layers that attend within a segment. A
-    tower adds its parameters, `embed` and `turn`, and may capture outputs of layers."""
+    """Base of towers: packed patches through layers that attend within a segment. A tower adds its
+    parameters, `embed` and `turn`, and may capture outputs of layers."""
 
     stack: Stack
     norm: LayerNorm | None = None

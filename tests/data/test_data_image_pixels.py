@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from smolvlm_text import ANSWER, CONFIG, draw, encode, make_reader, open_tokenizer
+from smolvlm_text import ANSWER, CONFIG, SETTINGS, draw, encode, make_reader, open_tokenizer
 
 from jaxtrain.data.chat.control_tokens import add_tokens
 from jaxtrain.data.chat.messages import MalformedRow
@@ -228,6 +228,20 @@ def test_qwen_refuses_what_it_does_not_follow(tmp_path):
         open_qwen(tmp_path, {**QWEN, "merge_size": 3})
     with pytest.raises(UserError, match=r"image_token_id is 7, but the tokenizer's '<\|image_pad"):
         open_qwen(tmp_path, QWEN, {**QWEN_CONFIG, "image_token_id": 7})
+
+
+@pytest.mark.parametrize(
+    "setting", [{"min_pixels": "many"}, {"size": 5}, {"image_mean": 0.5}, {"resample": "cubic"}]
+)
+def test_settings_of_another_type_are_named(tmp_path, setting):
+    with pytest.raises(UserError, match="a setting of its image processor has a value of the wro"):
+        open_qwen(tmp_path, QWEN | setting)
+
+
+@pytest.mark.parametrize("setting", [{"max_image_size": 5}, {"size": [1]}, {"image_std": "x"}])
+def test_tiled_settings_of_another_type_are_named(tmp_path, setting):
+    with pytest.raises(UserError, match="a setting of its image processor has a value of the wro"):
+        open_tokenizer(tmp_path, SETTINGS | setting)
 
 
 def test_qwen_rows_are_cut_before_what_opens_an_image(tmp_path):

@@ -29,6 +29,16 @@ for copy in (tokenizer, pickle.loads(pickle.dumps(tokenizer))):
     print(copy.encode("a"), copy.eos_token, len(copy), text)
 print(isinstance(copy, module.transformers.PreTrainedTokenizerFast))
 """
+BEFORE_A_TOKENIZER = """
+import sys
+from jaxtrain import light_transformers, plugins
+
+light_transformers.install()
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+print("torch" in sys.modules, "transformers.tokenization_utils_base" in sys.modules)
+print(plugins.load_module(sys.argv[1], key="optim.name").available)
+"""
 PLUGIN = """
 import transformers, torch
 
@@ -37,17 +47,31 @@ available = transformers.utils.is_torch_available()
 """
 
 
-def test_transformers_is_light_until_a_plugin_is_imported(tmp_path):
+@pytest.fixture
+def run(tmp_path):
+    """Return what runs a program in a process of its own, with the path of a plugin; its lines."""
     pytest.importorskip("torch", reason="it is PyTorch that is not imported")
     plugin = tmp_path / "plugin.py"
     plugin.write_text(PLUGIN)
-    command = [sys.executable, "-c", PROGRAM, str(plugin)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == [
+
+    def run_program(program):
+        command = [sys.executable, "-c", program, str(plugin)]
+        done = subprocess.run(command, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout.splitlines()
+
+    return run_program
+
+
+def test_transformers_is_light_until_a_plugin_is_imported(run):
+    assert run(PROGRAM) == [
         "False",
         "True AutoModelForCausalLM True",
         "[0] b 3 hello",
         "[0] b 3 hello",
         "True",
     ]
+
+
+def test_a_plugin_may_come_before_any_tokenizer(run):
+    assert run(BEFORE_A_TOKENIZER) == ["False False", "True"]

@@ -144,7 +144,16 @@ def read_format(
         )
     module, _, name = family.partition(":")
     kind = getattr(importlib.import_module(f"jaxtrain.data.images.{module}"), name)
-    return kind.read(config, settings, tokenizer, str(folder or "model.architecture"))
+    source = str(folder or "model.architecture")
+    try:
+        return kind.read(config, settings, tokenizer, source)
+    except UserError:
+        raise
+    except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise UserError(
+            f"{source}: a setting of its image processor has a value of the wrong type ({error});"
+            " take preprocessor_config.json from where the model was published"
+        ) from None
 
 
 def read_settings(folder: Path) -> Mapping[str, Any]:

@@ -54,9 +54,12 @@ class WholeFormat(ImageFormat):
         least = int(settings.get("min_pixels") or size.get("shortest_edge") or 0)
         most = int(settings.get("max_pixels") or size.get("longest_edge") or 0)
         needed = {"size": least and most, "image_mean": "image_mean" in settings}
-        for name, is_there in needed.items():  # what stands for absent ones has changed over time
-            if not is_there:
-                raise UserError(f"{folder}: its image processor does not say {name}")
+        for name, present in needed.items():  # what stands for absent ones has changed over time
+            if not present:
+                raise UserError(
+                    f"{folder}: its image processor does not say {name}; take"
+                    " preprocessor_config.json from where the model was published"
+                )
         placeholder = getattr(tokenizer, "image_token", None) or "<|image_pad|>"
         token = require_token(tokenizer, placeholder, folder, config.get("image_token_id"))
         return cls(

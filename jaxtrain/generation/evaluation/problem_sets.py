@@ -118,11 +118,11 @@ class ProblemSets:
                 note,
             )
         except UserError as error:
-            raise UserError(f"eval.sets.{index} ({section.place}): {error}") from None
+            raise UserError(f"eval.sets.{index} ({section.source}): {error}") from None
         scores = [score for problem in answered for score in problem.scores]
         if scores and not any(scores):
             raise UserError(
-                f"eval.sets.{index} ({section.place}): no reward judges the answers: add a"
+                f"eval.sets.{index} ({section.source}): no reward judges the answers: add a"
                 " [[rewards]] table with a function, or an env that gives rewards itself for rows"
                 " such as these"
             )
@@ -160,7 +160,7 @@ def open_problem_sets(
             stack.callback(envs[-1].close)
         sets = ProblemSets(config, envs, rewards, log)
         for index, (env, (section, rows)) in enumerate(zip(envs, sets.sets, strict=True)):
-            measure_prompts(rows, env.env, f"eval.sets.{index} ({section.place})", log)
+            measure_prompts(rows, env.env, f"eval.sets.{index} ({section.source})", log)
             env.inspect(rows, log)
         stack.pop_all()
         return sets
@@ -177,7 +177,7 @@ def read_problems(index: int, section: EvalSetConfig) -> list[dict[str, Any]]:
             section.max_rows or sys.maxsize,
             examples=section.examples,
         )
-        check_columns(benchmark.rows, section.fields, f"{key}.fields", section.place)
+        check_columns(benchmark.rows, section.fields, f"{key}.fields", section.source)
         rows = zip(benchmark.rows, benchmark.turns, benchmark.origins, strict=True)
         name = section.benchmark if section.graders and "answer" not in section.fields else None
         return [

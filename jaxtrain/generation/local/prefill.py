@@ -59,7 +59,7 @@ class FilledPrompts(NamedTuple):
 
     cache: Any
     """With U rows and S slots."""
-    outlook: jax.Array
+    last_output: jax.Array
     """Behind the last token read of each row, for `slots.draw_tokens`: logits float32 [U, V], of an
     exact model hidden states [U, D]."""
     length: jax.Array
@@ -115,10 +115,10 @@ def fill(
     read = model.decode(tokens_UC, cache, counts_U)
     last_U11 = jnp.maximum(counts_U - 1, 0)[:, None, None]
     last_UD = jnp.take_along_axis(read.hidden, last_U11, axis=1)[:, 0]
-    outlook_UX = last_UD if model.exact else model.logits(last_UD).astype(jnp.float32)
+    last_output_UX = last_UD if model.exact else model.logits(last_UD).astype(jnp.float32)
     filled = FilledPrompts(
         read.cache,
-        jnp.where((counts_U > 0)[:, None], outlook_UX, filled.outlook),
+        jnp.where((counts_U > 0)[:, None], last_output_UX, filled.last_output),
         jnp.where(fresh_U, 0, filled.length) + counts_U,
     )
     return filled, None if routes is None else read.routed.astype(routes.dtype)

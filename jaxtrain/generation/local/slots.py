@@ -151,11 +151,11 @@ def insert(
     make = jax.vmap(lambda seed, number: jax.random.fold_in(jax.random.key(seed), number))
     keys = make(entry.seed, entry.number)
     first = _fold(keys, jnp.zeros_like(entry.number))
-    outlook = filled.outlook[entry.source]
+    last_output = filled.last_output[entry.source]
     if model.exact is None:
-        token, logprob = sample(outlook, first, entry.draw, kind, entry.allowed)
+        token, logprob = sample(last_output, first, entry.draw, kind, entry.allowed)
     else:
-        token, logprob = draw_tokens(model, outlook, first, entry.draw, kind, entry.allowed)
+        token, logprob = draw_tokens(model, last_output, first, entry.draw, kind, entry.allowed)
 
     def put(all_: jax.Array, new: jax.Array) -> jax.Array:
         return all_.at[entry.row].set(new, mode="drop")

@@ -1,4 +1,4 @@
-"""Exact rollouts (`rollout.exact`): who may have them, and what follows from them.
+"""Exact rollouts (`rollout.exact`): where they are possible, and what follows from them.
 
 The model's side is layers/exact.py; docs/exact.md describes both.
 """
