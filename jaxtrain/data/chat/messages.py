@@ -54,8 +54,11 @@ MEDIA = ("image", "images", "image_url", "video", "videos", "audio", "audios", "
 """Keys and columns of what is no text."""
 PARTIAL_MASKS = ("train_detail", "training_detail", "assistant_masks", "completion_mask")
 """Keys and columns that mask parts of a message, other than by characters of its text."""
-TAGS = (("<think>", "</think>"), ("<reasoning>", "</reasoning>"))
-TAGS += (("<|begin_of_thought|>", "<|end_of_thought|>"),)
+TAGS = (
+    ("<think>", "</think>"),
+    ("<reasoning>", "</reasoning>"),
+    ("<|begin_of_thought|>", "<|end_of_thought|>"),
+)
 """What thoughts stand between in a text."""
 ARGUMENTS = ("arguments", "parameters", "args", "input")
 """Keys of the arguments of a tool call."""
@@ -63,16 +66,8 @@ OFFSETS = ("begin_offset", "end_offset")
 
 ROLES = {
     "human": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "bot": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "function": "tool",
+    **dict.fromkeys(("gpt", "chatgpt", "bing", "bard", "model", "bot"), "assistant"),
+    **dict.fromkeys(("observation", "function_response", "tool_response", "function"), "tool"),
     "function_call": "function_call",
     "tool_call": "function_call",
 }

@@ -19,8 +19,12 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
 
-COLORS = {"red": (220, 30, 30), "green": (20, 160, 40), "blue": (30, 60, 220)}
-COLORS["yellow"] = (230, 200, 20)
+COLORS = {
+    "red": (220, 30, 30),
+    "green": (20, 160, 40),
+    "blue": (30, 60, 220),
+    "yellow": (230, 200, 20),
+}
 SHAPES = ("square", "disc", "triangle")
 QUESTIONS = ("count", "color", "place")
 SPLITS = ("train", "test")
