@@ -149,7 +149,7 @@ def test_interpreted_kernels(monkeypatch, case, rows, splits):
     def kernels(hidden, head, targets, weights, *, temperature, softcap, freeze_head):
         if freeze_head:
             head = jax.lax.stop_gradient(head)
-        backend = by_kernels.Backend(
+        backend = by_kernels.KernelBackend(
             softcap, freeze_head, None, rows, splits, gpu.Config(stages=2), gpu
         )
         return weighted(backend, hidden, head, targets, weights, temperature)
@@ -178,7 +178,7 @@ def test_a_failed_guess_is_repaired(monkeypatch):
 
     expected = run(lambda *a: weighted_logp(*a, impl="reference"))
     with interpreted():
-        backend = by_kernels.Backend(None, False, None, 128, 1, gpu.Config(stages=2), gpu)
+        backend = by_kernels.KernelBackend(None, False, None, 128, 1, gpu.Config(stages=2), gpu)
         actual = run(lambda *a: weighted(backend, *a, None))
     for a, e in zip(actual, expected, strict=True):
         # Both round p to bfloat16: 2^-8 of the largest.
