@@ -12,15 +12,8 @@ from pathlib import Path
 import pytest
 from serving_toy import WatchedScript, serving
 
-from jaxtrain.data.chat.template import load_tokenizer
-
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 CLIENTS = 200
-
-
-@pytest.fixture(scope="module")
-def tokenizer():
-    return load_tokenizer("builtin")
 
 
 def read_curl_lines():
@@ -48,7 +41,7 @@ def test_curl_lines_of_the_page(tokenizer):
 
 
 class Echo(WatchedScript):
-    """Says the prompt's number again and again; counts answers that are under way."""
+    """Engine that repeats the number of the prompt, and counts the answers under way."""
 
     def __init__(self, tokenizer):
         super().__init__(tokenizer, "")
@@ -97,10 +90,10 @@ def test_clients_that_hang_up_lose_and_mix_nothing(tokenizer):
             thread.start()
         for thread in threads:
             thread.join(120)
-        status, again = served.post(
+        status, last = served.post(
             "/v1/chat/completions", messages=[{"role": "user", "content": "number 7"}]
         )
         assert status == 200 and engine.running == served.call(lambda: served.model.running) == 0
-    assert again["choices"][0]["message"]["content"].split() == ["7"] * 8
+    assert last["choices"][0]["message"]["content"].split() == ["7"] * 8
     expected = {n: [str(n)] * 8 for n in range(CLIENTS) if n % 3}
     assert {number: text.split() for number, text in answers.items()} == expected

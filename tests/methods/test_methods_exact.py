@@ -1,47 +1,14 @@
 """Exact rollouts through the front door: in every round the compiled step computes the sampler's
 log-probs, to the bit; what cannot be so is refused."""
 
-import json
-
 import jax
 import pytest
-from toy_run import EVEN_TOKENS, MODEL
+from test_methods_rl import CONFIG, run
 
 from jaxtrain.config.load import load_config
 from jaxtrain.core import scorer
 from jaxtrain.errors import UserError
-from jaxtrain.main import main
 from jaxtrain.methods.rl.method import make
-
-CONFIG = f"""
-[run]
-max_steps = 4
-export = false
-{MODEL}
-[data]
-sequence_len = 64
-micro_batch_size = 1
-
-[[data.datasets]]
-path = "builtin:calculator"
-options = {{ num_rows = 200 }}
-
-[task]
-kind = "rl"
-
-[rollout]
-prompts_per_step = 4
-group_size = 4
-exact = true
-
-{EVEN_TOKENS}
-[optim]
-learning_rate = 1e-2
-lr_scheduler = "constant"
-
-[log]
-plot = false
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -53,14 +20,8 @@ def one_device(monkeypatch):
 @pytest.fixture(scope="module")
 def config(tmp_path_factory):
     path = tmp_path_factory.mktemp("config") / "rl.toml"
-    path.write_text(CONFIG)
+    path.write_text(CONFIG.replace("[rollout]\n", "[rollout]\nexact = true\n"))
     return path
-
-
-def run(config, folder, *words) -> list[dict]:
-    assert main(["--config", str(config), f"run.output_dir={folder}", *words]) == 0
-    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [line for line in lines if "loss" in line]
 
 
 def check(lines, updates=1):
@@ -101,14 +62,14 @@ def test_every_round_is_exact_with(config, tmp_path, words):
 
 @pytest.mark.slow
 def test_a_resumed_run_is_exact_as_users_compile_it(config, tmp_path):
-    """With XLA's optimizations, which other tests leave out."""
+    """Compiled with XLA's optimizations, which other tests leave out."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     try:
         options = ("checkpoint.every=1", "model.compute_dtype=bfloat16")
         run(config, tmp_path / "run", *options, "run.max_steps=1")
-        more = ("run.max_steps=3", "run.allow_config_change=true")
-        lines = run(config, tmp_path / "run", *options, *more)
+        longer = ("run.max_steps=3", "run.allow_config_change=true")
+        lines = run(config, tmp_path / "run", *options, *longer)
     finally:
         jax.config.update("jax_disable_most_optimizations", before)
     assert [line["step"] for line in lines] == [1, 2, 3]
