@@ -10,39 +10,22 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from toy_run import save_model
 
 from jaxtrain import api
-from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.packing.pack import build_batch, lay_out
 from jaxtrain.data.packing.tree import build_tree
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.main import main
-from jaxtrain.models import build, families, saving
 
-RAW = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "vocab_size": 512,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-    "initializer_range": 0.2,
-    "tie_word_embeddings": False,
-}
 TEXTS = ["Water boils at 100 degrees.", [3, 1, 4, 1, 5], "", np.array([7]), list(range(200)), "ß ü"]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("model") / "tiny"
-    config = families.config_from_hf(RAW)
-    saving.save(build.init(config, 0), config, path)
-    load_tokenizer("builtin").save_pretrained(path)
+    save_model(path)
     return path
 
 
