@@ -1,4 +1,4 @@
-"""A tokenizer, a chat template and images as SmolVLM has them, small; shared by tests."""
+"""A small tokenizer, chat templates and images like those of SmolVLM, shared by tests."""
 
 import functools
 import io
@@ -20,6 +20,14 @@ TEMPLATE = (  # as published: a content that is a text is left out
     "{% elif line['type'] == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}<end_of_utterance>\n"
     "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
 )
+QWEN_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}"
+    "{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
+    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+"""Qwen3-VL's template, cut down to messages without tools."""
 TOKENS = ("<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
 TOKENS += tuple(f"<row_{row}_col_{col}>" for row in range(1, 5) for col in range(1, 5))
 SETTINGS = {"max_image_size": {"longest_edge": 16}, "size": {"longest_edge": 32}}
@@ -43,20 +51,20 @@ def open_tokenizer(folder, settings=None):
 
 @functools.cache
 def draw(width, height, seed=0):
-    """Bytes of a PNG of noise."""
+    """Return the bytes of a PNG of noise."""
     pixels = np.random.default_rng((width, height, seed)).integers(0, 256, (height, width, 3))
     return encode(Image.fromarray(pixels.astype(np.uint8)))
 
 
 def encode(picture, kind="PNG", **options):
-    """Bytes of a file."""
+    """Return the bytes of a picture's file."""
     file = io.BytesIO()
     picture.save(file, kind, **options)
     return file.getvalue()
 
 
 def make_reader(folder, tokenizer, length=400, too_long="drop", **keys):
-    """A reader of rows of folder/train.jsonl: row -> samples and drops."""
+    """Return a reader of rows of folder/train.jsonl: row -> samples and drops."""
     dataset = DatasetConfig(path=str(folder / "train.jsonl"), **keys)
     tokenize = RowTokenizer(dataset, tokenizer, length, too_long)
 

@@ -1,4 +1,4 @@
-"""Pixels of images to the bit as the Pillow-based image processors of transformers make them."""
+"""Pixels of images, to the bit those of the Pillow-based image processors of transformers."""
 
 import io
 import json
@@ -6,7 +6,15 @@ import json
 import numpy as np
 import pytest
 from PIL import Image, ImageOps
-from smolvlm_text import ANSWER, CONFIG, SETTINGS, draw, encode, make_reader, open_tokenizer
+from smolvlm_text import (
+    ANSWER,
+    CONFIG,
+    QWEN_TEMPLATE,
+    draw,
+    encode,
+    make_reader,
+    open_tokenizer,
+)
 
 from jaxtrain.data.chat.control_tokens import add_tokens
 from jaxtrain.data.chat.messages import MalformedRow
@@ -65,7 +73,7 @@ def odd_files():
 
 
 def unblock(patches, form):
-    """float32 [tiles, 3, side, side] of patches, each put back where it says it belongs."""
+    """float32 [tiles, 3, side, side] of patches, each in its place by row and column."""
     p, side = form.patch, form.tile
     tiles = np.zeros((len(set(patches.since.tolist())), 3, side, side), np.float32)
     starts = sorted(set(patches.since.tolist()))
@@ -183,13 +191,7 @@ def open_qwen(folder, settings, config=QWEN_CONFIG):
 def open_qwen_tokenizer(folder, settings, config=QWEN_CONFIG):
     tokenizer = load_tokenizer("builtin")
     add_tokens(tokenizer, (), ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"])
-    tokenizer.chat_template = (
-        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}"
-        "{{ m.content }}{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
-        "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}"
-        "{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
-        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-    )
+    tokenizer.chat_template = QWEN_TEMPLATE
     (folder / "preprocessor_config.json").write_text(json.dumps(settings))
     tokenizer.image_format = read_format(folder, config, tokenizer)
     return tokenizer

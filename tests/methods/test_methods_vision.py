@@ -3,11 +3,25 @@
 import json
 
 import pytest
-from smolvlm_text import TEMPLATE
+from smolvlm_text import QWEN_TEMPLATE, TEMPLATE
 
 from jaxtrain.main import main
 
-CONFIG = """
+RUN = """
+[parallel]
+data = 1
+fsdp = -1
+[data]
+sequence_len = 128
+datasets = [{{ path = "{folder}/train.jsonl" }}]
+[optim]
+learning_rate = 3e-3
+[run]
+max_steps = 3
+[task]
+kind = "{kind}"
+"""
+SMOLVLM = """
 [model]
 tokenizer = "builtin"
 chat_template = "{folder}/smolvlm.jinja"
@@ -22,27 +36,7 @@ image_token_id = 512
 tie_word_embeddings = false
 text_config = {{ model_type = "llama", vocab_size = 528, hidden_size = 32, intermediate_size = 64, num_hidden_layers = 1, num_attention_heads = 2, num_key_value_heads = 1, head_dim = 16, max_position_embeddings = 256 }}
 vision_config = {{ model_type = "smolvlm_vision", hidden_size = 24, intermediate_size = 32, num_hidden_layers = 1, num_attention_heads = 2, image_size = 16, patch_size = 4 }}
-[parallel]
-data = 1
-fsdp = -1
-[data]
-sequence_len = 128
-datasets = [{{ path = "{folder}/train.jsonl" }}]
-[optim]
-learning_rate = 3e-3
-[run]
-max_steps = 3
-[task]
-kind = "{kind}"
 """  # noqa: E501
-
-QWEN_TEMPLATE = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}"
-    "{% else %}{% for part in m.content %}{% if part.type == 'image' %}"
-    "<|vision_start|><|image_pad|><|vision_end|>{% else %}{{ part.text }}{% endif %}{% endfor %}"
-    "{% endif %}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 QWEN = """
 [model]
 tokenizer = "builtin"
@@ -58,16 +52,6 @@ vision_end_token_id = 514
 tie_word_embeddings = true
 text_config = {{ model_type = "qwen3_vl_text", vocab_size = 528, hidden_size = 32, intermediate_size = 64, num_hidden_layers = 3, num_attention_heads = 2, num_key_value_heads = 1, head_dim = 16, max_position_embeddings = 256, rope_parameters = {{ rope_type = "default", rope_theta = 10000.0, mrope_section = [3, 3, 2], mrope_interleaved = true }} }}
 vision_config = {{ model_type = "qwen3_vl_vision", hidden_size = 24, intermediate_size = 40, depth = 4, num_heads = 3, patch_size = 4, spatial_merge_size = 2, out_hidden_size = 32, num_position_embeddings = 25, deepstack_visual_indexes = [1, 3], initializer_range = 0.1 }}
-[parallel]
-data = 1
-fsdp = -1
-[data]
-sequence_len = 128
-datasets = [{{ path = "{folder}/train.jsonl" }}]
-[optim]
-learning_rate = 3e-3
-[run]
-max_steps = 3
 """  # noqa: E501
 QWEN_SETTINGS = {
     "patch_size": 4,
@@ -81,18 +65,15 @@ QWEN_SETTINGS = {
 pytestmark = pytest.mark.slow
 
 
-def train(folder, kind, name):
+def train(config, folder, *words):
     """Train and return the losses by step."""
-    (folder / "smolvlm.jinja").write_text(TEMPLATE)
-    (folder / "config.toml").write_text(CONFIG.format(folder=folder, kind=kind))
-    run = folder / name
-    assert main(["--config", str(folder / "config.toml"), f"run.output_dir={run}"]) == 0
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert main(["--config", str(config), f"run.output_dir={folder}", *words]) == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
 def write_rows(folder, kind, colors):
-    """Rows that differ in their pictures alone, each a square of a color."""
+    """Write rows that differ in their pictures alone, each a square of a color."""
     from PIL import Image
 
     with open(folder / "train.jsonl", "w") as file:
@@ -111,31 +92,31 @@ def write_rows(folder, kind, colors):
 @pytest.mark.parametrize("kind", ["sft", "preference"])
 def test_a_run_reads_pixels(kind, tmp_path):
     """Texts, sizes and so tokens are the same; the picture alone says which answer is right."""
+    (tmp_path / "smolvlm.jinja").write_text(TEMPLATE)
+    config = tmp_path / "config.toml"
+    config.write_text((SMOLVLM + RUN).format(folder=tmp_path, kind=kind))
     write_rows(tmp_path, kind, ["red", "green", "blue"])
-    losses = train(tmp_path, kind, "run")
+    losses = train(config, tmp_path / "colors")
     assert list(losses) == [1, 2, 3] and losses[3] < losses[1]
     write_rows(tmp_path, kind, ["gray"])
-    other = train(tmp_path, kind, "gray")
-    assert other[2] != losses[2] and other[3] != losses[3]
+    gray = train(config, tmp_path / "gray")
+    assert gray[2] != losses[2] and gray[3] != losses[3]
 
 
 def test_a_folder_of_qwen_trains_on_pictures(tmp_path):
     """The folder comes from a run on text, its image processor's settings from outside."""
     (tmp_path / "qwen.jinja").write_text(QWEN_TEMPLATE)
-    config = tmp_path / "config.toml"
-    config.write_text(QWEN.format(folder=tmp_path))
     (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
-    run = tmp_path / "text"
-    assert main(["--config", str(config), "run.max_steps=1", f"run.output_dir={run}"]) == 0
-    folder = run / "model"
+    config = tmp_path / "config.toml"
+    config.write_text((QWEN + RUN).format(folder=tmp_path, kind="sft"))
+    train(config, tmp_path / "text", "run.max_steps=1")
+    folder = tmp_path / "text" / "model"
     (folder / "preprocessor_config.json").write_text(json.dumps(QWEN_SETTINGS))
     model = f"[model]\npath = '{folder}'\ncompute_dtype = 'float32'\nvision.train = 'all'\n"
-    config.write_text(model + config.read_text()[config.read_text().index("[parallel]") :])
-    losses = []
-    for name, colors in (("colors", ["red", "green", "blue"]), ("gray", ["gray"])):
-        write_rows(tmp_path, "sft", colors)
-        assert main(["--config", str(config), f"run.output_dir={tmp_path / name}"]) == 0
-        lines = map(json.loads, (tmp_path / name / "metrics.jsonl").read_text().splitlines())
-        losses.append([line["loss"] for line in lines if "loss" in line])
-    assert len(losses[0]) == 3 and losses[0][2] < losses[0][0]
-    assert losses[0][1:] != losses[1][1:]
+    config.write_text(model + RUN.format(folder=tmp_path, kind="sft"))
+    write_rows(tmp_path, "sft", ["red", "green", "blue"])
+    losses = train(config, tmp_path / "colors")
+    assert list(losses) == [1, 2, 3] and losses[3] < losses[1]
+    write_rows(tmp_path, "sft", ["gray"])
+    gray = train(config, tmp_path / "gray")
+    assert gray[2] != losses[2] and gray[3] != losses[3]
