@@ -1,9 +1,11 @@
-"""Images of rows: every form of naming one, what is refused, their text, their places in trees and
-packed rows."""
+"""Images of rows: every form of a reference to an image, refusals, their text, their places in trees
+and packed rows."""
 
 import base64
 import pickle
+import threading
 import zlib
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import numpy as np
 import pytest
@@ -13,6 +15,7 @@ from jaxtrain.batch import IMAGE_SLOT, check_batch
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.pairs import PairTrees
+from jaxtrain.data.comparisons.preference_row import SAME
 from jaxtrain.data.comparisons.preferences import RankedReader
 from jaxtrain.data.images import decode
 from jaxtrain.data.images.patches import PatchPacker
@@ -56,7 +59,7 @@ WIDE = (
     f"<fake_token_around_image><row_1_col_2>{'<image>' * 4}\n"
     f"\n<fake_token_around_image><global-img>{'<image>' * 4}<fake_token_around_image>"
 )
-"""Of a picture of 2 x 1 tiles, 2 x 2 tokens each: the processor of transformers writes the same."""
+"""Text of a picture of 2 x 1 tiles, 2 x 2 tokens each, as the processor of transformers writes it."""
 
 
 def test_all_forms_of_an_image_give_the_same_tokens_and_image(folder, read):
@@ -162,10 +165,43 @@ def test_bad_images_are_dropped_by_row_index_and_reason(folder, read, row, reaso
     assert drop.origin.startswith("train.jsonl row 1") and place in drop.origin
 
 
+class Pictures(BaseHTTPRequestHandler):
+    """Server of wide.png, and of a redirection to what follows ?to=."""
+
+    def do_GET(self):
+        path, _, target = self.path.partition("?to=")
+        if target:
+            self.send_response(302)
+            self.send_header("Location", target)
+            self.end_headers()
+        elif path == "/wide.png":
+            self.send_response(200)
+            self.end_headers()
+            self.wfile.write(draw(20, 10))
+        else:
+            self.send_error(404)
+
+    def log_message(self, *_):
+        pass
+
+
 def test_a_url_is_fetched_of_an_allowed_host_alone(folder, tokenizer):
-    read = make_reader(folder, tokenizer, image_hosts=["images.example"])
-    [drop] = read(ask(part("x"), image="https://other.example/a.png"))
-    assert "a URL of 'other.example', not in image_hosts" in drop.reason
+    with ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        read = make_reader(folder, tokenizer, image_hosts=["127.0.0.1"])
+        place = f"127.0.0.1:{server.server_port}"
+        for url in (f"http://{place}/wide.png", f"http://{place}/?to=http://{place}/wide.png"):
+            [sample] = read(ask(part("x"), image=url))
+            assert [image.size for image in sample.images.images] == [(20, 10)]
+        for url, reason in (
+            (f"http://{place}/no.png", "an image cannot be fetched: Not Found"),
+            ("https://other.example/a.png", "a URL of 'other.example', not in image_hosts"),
+            (f"http://{place}/?to=http://localhost/a.png", "a URL of 'localhost', not in image"),
+            (f"http://{place}/?to=ftp://127.0.0.1/a.png", "a URL of scheme 'ftp'"),
+        ):
+            [drop] = read(ask(part("x"), image=url))
+            assert reason in drop.reason, (url, drop.reason)
+        server.shutdown()
 
 
 def test_without_the_format_images_are_refused_by_name(folder, tokenizer):
@@ -219,19 +255,19 @@ def test_prefixes_of_different_images_are_not_shared(folder, read):
     assert [len(node.tokens) for node in tree.nodes] == [len(first.tokens)]
     [tree] = merge(first, other)
     start = int(np.flatnonzero(first.images.slot >= 0)[0])
-    rest = len(first.tokens) - start
-    assert [len(node.tokens) for node in tree.nodes] == [start, rest, rest]
+    branch = len(first.tokens) - start
+    assert [len(node.tokens) for node in tree.nodes] == [start, branch, branch]
     assert len(tree.images) == 2 and tree.num_patches == 2 * 48
     packed = lay_out(tree)
     np.testing.assert_array_equal(
-        packed.images.slot[start : start + rest], first.images.slot[start:]
+        packed.images.slot[start : start + branch], first.images.slot[start:]
     )
     later = first.images.slot[start:]
     np.testing.assert_array_equal(
-        packed.images.slot[start + rest :], np.where(later >= 0, later + 12, -1)
+        packed.images.slot[start + branch :], np.where(later >= 0, later + 12, -1)
     )
-    [tree, *more] = share_prefixes([first, same], 400)
-    assert not more and tree.num_patches == 48
+    [tree] = share_prefixes([first, same], 400)
+    assert tree.num_patches == 48
     assert len(share_prefixes([first, other], 400)) == 1
 
 
@@ -311,9 +347,9 @@ def test_sizes_are_bounded_before_anything_is_decoded(monkeypatch, read):
 def test_workers_read_images(folder, tokenizer):
     dataset = DatasetConfig(path=str(folder / "train.jsonl"))
     tokenize = RowTokenizer(dataset, tokenizer, 400, "drop")
-    again = pickle.loads(pickle.dumps(tokenize))
+    copied = pickle.loads(pickle.dumps(tokenize))
     row = ask({"type": "image", "path": "wide.png"}, part("x"))
-    [ours], [theirs] = tokenize(row, "a"), again(row, "a")
+    [ours], [theirs] = tokenize(row, "a"), copied(row, "a")
     np.testing.assert_array_equal(ours.tokens, theirs.tokens)
     assert ours.images.images == theirs.images.images
 
@@ -337,9 +373,9 @@ def test_a_pair_stores_the_image_of_its_prompt_once(folder, tokenizer):
         "rejected": [*talk, {"role": "assistant", "content": [part("blue")]}],
         "images": ["wide.png"],
     }
-    [again] = reader(whole, "train.jsonl row 1")
-    np.testing.assert_array_equal(again.prompt, ranked.prompt)
-    np.testing.assert_array_equal(again.images.slot, ranked.images.slot)
+    [same] = reader(whole, "train.jsonl row 1")
+    np.testing.assert_array_equal(same.prompt, ranked.prompt)
+    np.testing.assert_array_equal(same.images.slot, ranked.images.slot)
 
 
 def test_answers_that_differ_in_their_images_alone_are_a_pair(folder, tokenizer):
@@ -356,7 +392,7 @@ def test_answers_that_differ_in_their_images_alone_are_a_pair(folder, tokenizer)
     assert len(tree.images) == 2 and tree.num_patches == 96
     np.testing.assert_array_equal(ranked.answers[0].tokens, ranked.answers[1].tokens)
     [drop] = reader({**row, "rejected": answer("wide.png")}, "train.jsonl row 1")
-    assert "equal" in drop.reason or "same" in drop.reason
+    assert drop.reason == f"malformed row: {SAME}"
     hole = [{"role": "assistant", "content": [{"type": "image"}, part("so")]}]
     [drop] = reader({**row, "rejected": hole}, "train.jsonl row 1")
     assert drop.reason == "malformed row: a part of type image holds no image"
@@ -374,7 +410,7 @@ def test_prompts_are_grouped_by_their_images(folder, tokenizer):
 
 
 def test_images_of_a_parquet_file_are_read_as_they_are_stored(tmp_path, tokenizer):
-    """Their features say that datasets would decode them, without any bound."""
+    """Read the stored bytes: by their features, datasets would decode them without any bound."""
     datasets = pytest.importorskip("datasets")
     image = {"bytes": draw(20, 10), "path": "wide.png"}
     features = datasets.Features(
