@@ -47,14 +47,14 @@ def test_adapters_of_each_part_are_those_of_peft(case, tmp_path):
     }
     write_peft(values, config, adapter, tmp_path / "adapter", str(tmp_path / "base"))
 
-    again = read_adapter(tmp_path / "adapter", config, "float32")
-    assert dict(again.slots) == dict(slots)
+    read = read_adapter(tmp_path / "adapter", config, "float32")
+    assert dict(read.slots) == dict(slots)
     place = jax.sharding.SingleDeviceSharding(make_mesh(jax.devices()[:1]).devices.item())
     placed = {
         path: jax.ShapeDtypeStruct(value.shape, value.dtype, sharding=place)
         for path, value in values.items()
     }
-    for path, value in load_trained(placed, config, again).items():
+    for path, value in load_trained(placed, config, read).items():
         np.testing.assert_array_equal(value, values[path])
 
     base = transformers.AutoModelForImageTextToText.from_pretrained(

@@ -69,7 +69,7 @@ class World(NamedTuple):
     server: str = ""
     """URL of a scripted vLLM server."""
     tensors: Mapping[str, list[int]] = {}
-    """Shapes of the base model's."""
+    """Shapes of the base model's tensors."""
 
     def call(self, *words: object) -> str:
         """Run a command line; see `call`."""

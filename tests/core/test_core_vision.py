@@ -1,4 +1,4 @@
-"""What a run trains of a model that reads images: text, projector, tower."""
+"""Trained parts of a model that reads images: text, projector, tower."""
 
 import jax
 import numpy as np

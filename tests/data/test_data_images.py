@@ -1,5 +1,5 @@
-"""Images of rows: every form of a reference to an image, refusals, their text, their places in trees
-and packed rows."""
+"""Images of rows: every form of a reference to one, refusals, text, places in trees and packed
+rows."""
 
 import base64
 import pickle
@@ -59,7 +59,7 @@ WIDE = (
     f"<fake_token_around_image><row_1_col_2>{'<image>' * 4}\n"
     f"\n<fake_token_around_image><global-img>{'<image>' * 4}<fake_token_around_image>"
 )
-"""Text of a picture of 2 x 1 tiles, 2 x 2 tokens each, as the processor of transformers writes it."""
+"""Text of a picture of 2 x 1 tiles, 2 x 2 tokens each; transformers' processor writes the same."""
 
 
 def test_all_forms_of_an_image_give_the_same_tokens_and_image(folder, read):

@@ -148,8 +148,8 @@ def test_a_set_of_problems_may_be_a_benchmark(tmp_path):
     problems = read_problems(0, eval_set_config)
     assert [row["prompt"] for row in problems] == [f"p{i}{BOXED}" for i in range(40)]
     assert problems[0]["answer"] == "s"
-    some = read_problems(0, eval_set_config.model_copy(update={"max_rows": 5}))
-    assert [row["prompt"] for row in some] == [f"p{i}{BOXED}" for i in sample(40, 5)]
+    drawn = read_problems(0, eval_set_config.model_copy(update={"max_rows": 5}))
+    assert [row["prompt"] for row in drawn] == [f"p{i}{BOXED}" for i in sample(40, 5)]
     with pytest.raises(UserError, match="eval.sets.0.path"):
         read_problems(0, eval_set_config.model_copy(update={"path": "no.jsonl"}))
     base = {"run": {"max_steps": 1}, "model": {"path": "m"}, "data": {"datasets": [{"path": "d"}]}}

@@ -1,4 +1,4 @@
-"""One reader of rows: what each key and column means, what is refused, what is named."""
+"""The reader of rows: meanings of keys and columns, refused rows, columns that a note names."""
 
 import json
 import os

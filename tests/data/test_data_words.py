@@ -146,7 +146,7 @@ def test_templates_that_read_contents_have_no_frame(name):
 
 
 def test_frames_write_what_templates_write(monkeypatch):
-    """Of every template with a frame, for talks of contents that are blank, padded or tags."""
+    """Compare every template with a frame on talks whose contents are blank, padded or tags."""
     rng, tokenizer, framed = random.Random(0), load_tokenizer("builtin"), 0
     contents = ("x", " x ", "\nx", "x\n\n", "<think>a</think>b", "", " ", "\n", "{{ 1 }}", "\x1fq")
     for text in [CHATML, *list_templates().values()]:

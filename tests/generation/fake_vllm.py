@@ -76,7 +76,7 @@ class FakeVllm:
         self.while_loading = None
         """What happens just then."""
         self.login = ""
-        """What every request must send as Authorization; empty: anything."""
+        """Authorization header that every request must send; empty: any or none."""
         self.name, self.port = "127.0.0.1", port
         self.start()
 
@@ -331,7 +331,7 @@ class FakeVllm:
         return web.json_response({"message": "ok"})
 
     def _load(self, rank, tensors):
-        """What a GPU lends is gone later on."""
+        """Store copies: memory that a GPU lends is freed after the update."""
         self.loaded[rank] = {
             name: bits.to_torch(shape, dtype).view(-1) if hasattr(bits, "to_torch") else bits
             for name, (shape, dtype, bits) in tensors.items()
@@ -379,9 +379,10 @@ class FakeVllm:
 
 
 def likely_tokens(tokens, params):
-    """{token: log-prob} of each place, with one that is impossible."""
-    count = params["logprobs"]
-    return [dict([(7, -1.5), (8, -9999.0), (token, -0.5)][: 3 * count]) for token in tokens]
+    """Return {token: log-prob} of each place, one of them impossible; empty unless asked for."""
+    if not params["logprobs"]:
+        return [{}] * len(tokens)
+    return [{7: -1.5, 8: -9999.0, token: -0.5} for token in tokens]
 
 
 CONTROL = {

@@ -155,7 +155,7 @@ def model():
 
 @pytest.mark.slow
 def test_float32_is_exact_where_the_fast_path_is_not(model):
-    """The same data show a difference without; gradients differ by rounding alone."""
+    """Compare both modes on one data set; their gradients differ by rounding alone."""
     sampled, trained, gradients = compare(model)
     np.testing.assert_array_equal(sampled.view(np.uint32), trained.view(np.uint32))
     fast = open_model(exact=False)
@@ -182,9 +182,9 @@ def test_branches_of_random_forests_compute_what_their_paths_do_alone(model):
         row, starts = make_row(nodes)
         paths, expected = [], []
         for index, (_, text) in enumerate(nodes):
-            path, at = [], index
-            while at >= 0:
-                path, at = [*nodes[at][1], *path], nodes[at][0]
+            path, ancestor = [], index
+            while ancestor >= 0:
+                path, ancestor = [*nodes[ancestor][1], *path], nodes[ancestor][0]
             paths.append(make_row([(-1, path)])[0])
             expected.append((starts[index], len(path), len(text)))
         _, tree = score(model, [row])
@@ -197,14 +197,15 @@ def test_branches_of_random_forests_compute_what_their_paths_do_alone(model):
 
 
 def walk(parents, node):
+    """Return a node and all below it, depth first."""
     children = [child for child, parent in enumerate(parents) if parent == node]
-    return [node, *(found for child in children for found in walk(parents, child))]
+    return [node, *(below for child in children for below in walk(parents, child))]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
 def test_a_draft_changes_no_bit_of_an_answer(temperature):
-    """In bfloat16, whose rounding would otherwise turn ties."""
+    """Compare in bfloat16, whose rounding would otherwise turn ties."""
     model = open_model(dtype="bfloat16", param_dtype="bfloat16")
     prompts = [[10 + i, *range(20, 25 + i)] for i in range(4)]
     counts = [40, 9, 23, 30]

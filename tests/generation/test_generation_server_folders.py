@@ -1,4 +1,4 @@
-"""Folders that servers leave behind: none, whatever ends them."""
+"""Temporary folders of servers, removed whatever ends the server; stable ones, shared."""
 
 import os
 import signal
@@ -54,10 +54,8 @@ def test_servers_share_the_metadata_of_the_plugin(temporary, monkeypatch):
     assert os.listdir(temporary) == ["cache"] and path.startswith(str(temporary / "cache"))
     (described,) = os.listdir(path)
     assert sorted(os.listdir(f"{path}/{described}")) == ["METADATA", "entry_points.txt"]
-    found = serve.importlib.metadata.distributions(path=[path])
-    assert [point.value for each in found for point in each.entry_points] == [
-        "jaxtrain_vllm:register"
-    ]
+    (plugin,) = serve.importlib.metadata.distributions(path=[path])
+    assert [point.value for point in plugin.entry_points] == ["jaxtrain_vllm:register"]
 
 
 def test_without_a_cache_folder_there_is_a_temporary_one(temporary, monkeypatch):

@@ -39,7 +39,7 @@ FAMILIES = {
 }
 """A value None in a config takes out what SIZES has."""
 DEFAULT = {name for m in MODULES for name in getattr(m, "DEFAULT", ())}
-"""Those that run in every test: one of each kind of attention, state and mixture of experts."""
+"""Families in the quick tests: one of each kind of attention, state and mixture of experts."""
 DECODED = {name for m in MODULES for name in getattr(m, "DECODED", ())}
 """Those whose caches are not like those of others."""
 SHARDED = {name: sizes for m in MODULES for name, sizes in getattr(m, "SHARDED", {}).items()}

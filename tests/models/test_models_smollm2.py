@@ -92,7 +92,7 @@ def read_weights(folder):
 
 
 def test_steps_are_those_of_transformers(folder, tmp_path):
-    """SGD without momentum, so that the way of the weights is the sum of their gradients."""
+    """Train by SGD without momentum, so that weights move by the sum of their gradients."""
     rows = (
         {"messages": [{"role": "user", "content": q}, {"role": "assistant", "content": a}]}
         for q, a in CHATS
@@ -133,7 +133,8 @@ def test_steps_are_those_of_transformers(folder, tmp_path):
     start, trained = read_weights(folder), read_weights(exported)
     assert trained.keys() == weights.keys()
     for name, reference in weights.items():
-        way, ours = reference - start[name], trained[name] - start[name]
+        expected_change, change = reference - start[name], trained[name] - start[name]
         # Float32 keeps a step of 1e-5 in a weight of 1 to a hundredth.
-        error = np.linalg.norm(ours - way) / np.linalg.norm(way)
-        assert np.linalg.norm(way) > 0 and error < 0.02, (name, error)
+        size = np.linalg.norm(expected_change)
+        error = np.linalg.norm(change - expected_change)
+        assert size > 0 and error < 0.02 * size, (name, error / size)

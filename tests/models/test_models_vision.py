@@ -60,13 +60,13 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     for tensor, array in expected.items():
         assert actual[tensor].tobytes() == array.tobytes(), tensor
     assert families.read_config(tmp_path / "ours") == config
-    again = transformers.AutoConfig.from_pretrained(tmp_path / "ours").to_dict()
-    aside = ("_name_or_path", "transformers_version", "dtype", "architectures")
-    for key, value in (
-        transformers.AutoConfig.from_pretrained(tmp_path / "theirs").to_dict().items()
-    ):
-        if key not in (*aside, "text_config", "vision_config"):
-            assert again[key] == value, key
+    before, after = (
+        transformers.AutoConfig.from_pretrained(tmp_path / side).to_dict()
+        for side in ("theirs", "ours")
+    )
+    ignored = ("_name_or_path", "transformers_version", "dtype", "architectures")
+    for key in before.keys() - {*ignored, "text_config", "vision_config"}:
+        assert after[key] == before[key], key
 
     stored = choose_matrices(tmp_path / "theirs")  # in fewer bits: those of the text alone
     assert stored and not any("vis" in tensor or "connector" in tensor for tensor in stored)
@@ -138,7 +138,7 @@ def test_branches_packed_and_alone_are_equal_on_every_mesh(name):
             slots = np.full((1, 48), -1, np.int32)
             marked = np.flatnonzero(np.asarray(tokens[0]) == 5)
             slots[0, marked] = np.arange(len(marked))
-            own = [images[number] for number in sequence.images]
+            shown = [images[number] for number in sequence.images]
             alone = batch._replace(
                 tokens=tokens,
                 positions=order,
@@ -146,7 +146,7 @@ def test_branches_packed_and_alone_are_equal_on_every_mesh(name):
                 until=jnp.full((1, 48), 48, jnp.int32),
                 weights={},
                 streams={IMAGE_SLOT: jnp.asarray(slots)},
-                images=pack_images([own], raw["vision_config"]["patch_size"], merge_of(raw), 72),
+                images=pack_images([shown], raw["vision_config"]["patch_size"], merge_of(raw), 72),
             )
             expected = model.logits(model.hidden(alone).hidden)[0, : len(sequence.places)]
             actual = logits[sequence.row, sequence.places]
@@ -160,8 +160,8 @@ def test_branches_packed_and_alone_are_equal_on_every_mesh(name):
                 placed = nnx.merge(graphdef, jax.device_put(state, shardings(state, mesh)))
                 stacked = jax.tree.map(lambda x: np.asarray(x)[None], batch)
                 fed = jax.tree.map(lambda x: x[0], feed(stacked, mesh))
-                found, found_grads = run(placed, fed, probe)
-            np.testing.assert_allclose(found, logits, rtol=0, atol=1e-11)
+                actual, actual_grads = run(placed, fed, probe)
+            np.testing.assert_allclose(actual, logits, rtol=0, atol=1e-11)
             for path, grad in grads.items():
-                error = np.abs(found_grads[path] - grad).max()
+                error = np.abs(actual_grads[path] - grad).max()
                 assert error <= 1e-9 * max(np.abs(grad).max(), 1e-6), (sizes, path)

@@ -88,7 +88,7 @@ SHAPES = {
 VALUES = ((np.arange(256) / 255).astype(np.float32)[:, None] - np.float32(0.5)) / np.float32(
     [0.5, 0.4, 0.3]
 )
-"""Of rescaling and normalization; another one for each channel, to see them apart."""
+"""Pixel values after rescaling and normalization; channels differ, so that none can be swapped."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Sequence:
 
 
 def draw_images(shapes, patch: int) -> list[np.ndarray]:
-    """uint8 [H, W, 3] of so many rows and columns of patches."""
+    """Return images uint8 [H, W, 3], shapes in rows and columns of patches."""
     rng = np.random.default_rng(7)
     return [rng.integers(0, 256, (h * patch, w * patch, 3), np.uint8) for h, w in shapes]
 
@@ -126,15 +126,15 @@ def pack_images(rows, patch: int, merge: int, length: int) -> Images:
         start = 0
         for image in images:
             high, wide = image.shape[0] // patch, image.shape[1] // patch
-            stop, at = start + high * wide, start
+            stop, slot = start + high * wide, start
             for top in range(0, high, merge):
                 for left in range(0, wide, merge):
                     for r in range(top, top + merge):
                         for c in range(left, left + merge):
                             part = image[r * patch :, c * patch :][:patch, :patch]
-                            pixels[row, at] = part.transpose(2, 0, 1).reshape(-1)
-                            row_col[row, at] = r, c
-                            at += 1
+                            pixels[row, slot] = part.transpose(2, 0, 1).reshape(-1)
+                            row_col[row, slot] = r, c
+                            slot += 1
             since[row, start:stop], until[row, start:stop] = start, stop
             grid[row, start:stop] = high, wide
             start = stop
