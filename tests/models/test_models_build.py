@@ -17,6 +17,7 @@ from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
 from jaxtrain.layers.moe import MoE
 from jaxtrain.models import build, families, finite, loading, saving
+from jaxtrain.models.parameters import split_model
 
 MESHES = [
     {"data": 2, "fsdp": 2},
@@ -135,6 +136,26 @@ def test_sharded_load_init_save_equal_one_device(sizes, tmp_path):
     saving.save(loading.load(tmp_path / "in", mesh=mesh), config, tmp_path / "out")
     actual = load_file(tmp_path / "out" / "model.safetensors")
     assert all(actual[n].tobytes() == array.tobytes() for n, array in tensors.items())
+
+
+def test_parameters_drawn_one_by_one_are_those_of_the_whole_model():
+    """Compare them whole and by layer, on a mesh."""
+    config, mesh = families.config_from_hf(RAW["qwen3"]), make_mesh(fsdp=2, tensor=2)
+    expected, _ = split_model(build.init(config, 5, mesh=mesh))
+    kernels = {path for path in expected if path.startswith("stack.") and "kernel" in path}
+    assert len(kernels) == 7
+    for path, value in build.draw_params(config, 5, mesh, by_layer=kernels):
+        reference = expected.pop(path)
+        if path in kernels:
+            layers = list(value)
+            assert all(layer.sharding.mesh == mesh for layer in layers)
+            value = np.stack(layers)
+        else:
+            assert value.sharding == reference.sharding
+        np.testing.assert_array_equal(value, reference, err_msg=path)
+    assert not expected
+    [(path, _)] = build.draw_params(config, 5, mesh, only={"embed.embedding"})
+    assert path == "embed.embedding"
 
 
 def value_and_grads(mesh, name="qwen3"):
