@@ -74,13 +74,13 @@ gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_collection_finish(session):
-    """Set the modules and tests that collection has made aside, too."""
+    """Keep modules and tests from garbage collection, which would look at them again and again."""
     gc.freeze()
 
 
 MAX_MAPPINGS, CHECK_SECONDS = 30_000, 20.0
-"""Every compiled program is some mappings of memory, of which Linux lets a process have 65,530; the
-next one then ends it by a segmentation fault."""
+"""Mappings of memory above which compiled programs are dropped, and seconds between two counts.
+Programs take some each; Linux lets a process have 65,530, and ends it by a segmentation fault."""
 last_check = time.monotonic()
 
 
@@ -92,7 +92,7 @@ def count_mappings():
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown():
-    """Forget compiled programs, which the folder of them brings back, before there are too many."""
+    """Drop compiled programs before there are too many; the compilation cache still has them."""
     global last_check
     if time.monotonic() - last_check > CHECK_SECONDS:
         if count_mappings() > MAX_MAPPINGS:

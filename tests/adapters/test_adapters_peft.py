@@ -100,7 +100,7 @@ def our_logits(base, values, rebuild):
 
 
 def write_case(tmp_path, case, name="qwen3"):
-    """(config, adapter, values, rebuild) of folders base and adapter in tmp_path."""
+    """Write folders base and adapter into tmp_path; return (config, adapter, values, rebuild)."""
     folder, *result = create_case(case, name)
     shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
     return result
@@ -108,6 +108,7 @@ def write_case(tmp_path, case, name="qwen3"):
 
 @functools.cache
 def create_case(case, name):
+    """Return (a folder for `write_case` to copy, config, adapter, values, rebuild)."""
     temporary = tempfile.TemporaryDirectory(prefix="jaxtrain-tests-peft-")
     atexit.register(temporary.cleanup)
     tmp_path = Path(temporary.name)

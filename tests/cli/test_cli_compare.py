@@ -75,10 +75,7 @@ def test_other_problems_are_refused(tmp_path, capsys):
     write(tmp_path / "c", {"p0": [1.0]}, name="code")
     (tmp_path / "empty").mkdir()
     cases = {
-        (
-            "a",
-            "b",
-        ): "1 are in the first (before) alone and 2 in the second (after) alone",
+        ("a", "b"): "1 are in the first (before) alone and 2 in the second (after) alone, such as",
         ("a", "c"): "has no answers to 'code'; its sets are 'math'",
         ("a", "empty"): "holds no answers; `jaxtrain eval` writes samples.jsonl",
         ("a", "nowhere"): "nowhere does not exist; `jaxtrain eval` writes samples.jsonl",
