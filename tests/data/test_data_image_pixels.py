@@ -10,6 +10,7 @@ from smolvlm_text import (
     ANSWER,
     CONFIG,
     QWEN_TEMPLATE,
+    SETTINGS,
     draw,
     encode,
     make_reader,
