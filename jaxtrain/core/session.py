@@ -26,7 +26,6 @@ from jaxtrain.core.step import (
     init_state,
     make_eval,
     make_step,
-    mix_copies,
 )
 from jaxtrain.core.task import Round, Rounds, Task
 from jaxtrain.distributed.processes import stop_requested
@@ -275,6 +274,16 @@ def make_bias_update(roles: Roles, rate: float) -> Callable | None:
             "; remove it, or train a family that has them in full (without an adapter)"
         )
     return functools.partial(move_biases, places=places, rate=rate)
+
+
+def mix_copies(state: State, role: str, share: float) -> State:
+    """Mix `share` of the parameters into a role's copy (arXiv 2404.09656)."""
+    mixed = {
+        f"{role}/{path}": ((1.0 - share) * copy + share * value).astype(copy.dtype)
+        for path, value in state.params.items()
+        for copy in [state.copies[f"{role}/{path}"]]
+    }
+    return state._replace(copies={**state.copies, **mixed})
 
 
 def start_state(session: Session, checkpoints: Checkpoints) -> None:

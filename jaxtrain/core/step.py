@@ -4,7 +4,8 @@ Denominators are summed over the whole step before any microstep runs; microstep
 means. So A microsteps of B rows give the update of one batch of A*B rows, whatever the number of
 trained tokens in each.
 
-    zeros ─> sums ─> add_micro (once a microstep, into the same buffers) ─> sums ─> update
+    Backward  zeros ─> sums ─> add_micro (once a microstep, into the same buffers) ─> sums
+    make_update                                                            (state, sums) ─> state
 
 The host makes the loop, so that no program depends on A, and a microstep's arrays are on the
 devices only while it runs.
@@ -144,16 +145,6 @@ def init_state(
     return State(step, params, opt_state, copies or {})
 
 
-def mix_copies(state: State, role: str, share: float) -> State:
-    """Mix `share` of the parameters into a role's copy (arXiv 2404.09656)."""
-    mixed = {
-        f"{role}/{path}": ((1.0 - share) * copy + share * value).astype(copy.dtype)
-        for path, value in state.params.items()
-        for copy in [state.copies[f"{role}/{path}"]]
-    }
-    return state._replace(copies={**state.copies, **mixed})
-
-
 def fetch_slots(opt_state: Any, after: jax.Array) -> tuple[Any, Callable[[Any], Any]]:
     """Return (optimizer slots on the devices, the function that moves them back), inside of jit.
 
@@ -198,41 +189,65 @@ def make_step(
     update_biases: Callable[[Params, jax.Array], Params] | None = None,
     noise: StepNoise | None = None,
 ) -> "TrainStep":
-    """Return the step `(state, batch [A, B, T], frozen={}, fine=True) -> (state, output)`.
+    """Return the step `(state, batch [A, B, T], frozen={}, fine=True) -> (state, output)`: a
+    `Backward` and the update of `make_update`.
 
-    build: makes the first argument of the loss, a model or models by role, of all parameters. The
-    state is donated. `frozen` are the parameters that are not trained, by path. `fine` is `finite`
-    of the step before. update_biases: changes the updated parameters by the load of experts
-    [layers, E] over the whole step, which the loss then has among its metrics. Without `noise` the
-    models run as in evaluation.
+    The state is donated. `frozen` are the parameters that are not trained, by path. `fine` is
+    `finite` of the step before.
     """
+    return TrainStep(
+        Backward(build, loss, coef, noise), make_update(optimizer, max_grad_norm, update_biases)
+    )
 
-    def micro_loss(params: Params, frozen: Params, micro: Batch, denoms, rng_bits: Any):
-        models = build({**frozen, **params})
-        if noise is not None:
+
+class Backward:
+    """Loss, metrics and gradients of microsteps, added up: `open` returns the two programs."""
+
+    def __init__(
+        self,
+        build: Callable[[Params], Any],
+        loss: Callable,
+        coef: Mapping[str, float],
+        noise: StepNoise | None = None,
+        apart: bool = False,
+    ):
+        """build: makes the first argument of the loss, a model or models by role, of all
+        parameters. Without `noise` the models run as in evaluation. apart: metrics are no pairs to
+        be added up but arrays of any shape, which each microstep returns."""
+        self.build, self.loss, self.coef = build, loss, dict(coef)
+        self.noise, self.apart = noise, apart
+        self._opened: dict[Any, tuple[Callable, Callable]] = {}
+
+    def weigh(self, params: Params, frozen: Params, micro: Batch, denoms, rng_bits: Any = None):
+        """Return the loss of a microstep [B, T], and its metrics."""
+        models = self.build({**frozen, **params})
+        if self.noise is not None:
             assert rng_bits is not None
-            models = noise.apply(models, rng_bits)
-        sums, metrics = loss(models, micro)
+            models = self.noise.apply(models, rng_bits)
+        sums, metrics = self.loss(models, micro)
         # The denominators are those of the whole step, so gradients of microsteps simply add up.
-        total = sum(coef[name] * value / denoms[name] for name, value in sums.items())
+        total = sum(self.coef[name] * value / denoms[name] for name, value in sums.items())
         return total, metrics
 
-    def differentiate(params: Params, frozen: Params, batch: Batch, step: Any, count: Any):
-        """Loss, metrics and gradients of a batch [1, B, T], the count-th microstep of a step."""
-        denoms = {name: denominator(batch, name) for name in coef}
+    def differentiate(self, params: Params, frozen: Params, batch: Batch, step: Any, count: Any):
+        """Return loss, metrics and gradients of a batch [1, B, T], the count-th microstep of a
+        step."""
+        denoms = {name: denominator(batch, name) for name in self.coef}
         micro = jax.tree.map(lambda leaf: leaf[0], batch)
         rng_bits = None
-        if noise is not None:
+        if self.noise is not None:
             # A function of step and row alone, so that accumulation and mesh draw the same noise.
             rows = jnp.arange(micro.tokens.shape[0], dtype=jnp.uint32)
-            rng_bits = row_rng_bits(noise.seed, step, count * np.uint32(rows.size) + rows)
-        grad = jax.value_and_grad(micro_loss, has_aux=True)
+            rng_bits = row_rng_bits(self.noise.seed, step, count * np.uint32(rows.size) + rows)
+        grad = jax.value_and_grad(self.weigh, has_aux=True)
         return grad(params, frozen, micro, denoms, rng_bits)
 
     def add_micro(
-        sums: StepSums, params: Params, frozen: Params, batch: Batch, step: jax.Array
-    ) -> tuple[StepSums, jax.Array]:
-        (total, metrics), grads = differentiate(params, frozen, batch, step, sums.count)
+        self, sums: StepSums, params: Params, frozen: Params, batch: Batch, step: jax.Array
+    ) -> tuple[StepSums, jax.Array, Any]:
+        """Return the sums with those of one more microstep, its loss, and what stays apart."""
+        (total, metrics), grads = self.differentiate(params, frozen, batch, step, sums.count)
+        metrics, apart = ({}, metrics) if self.apart else (metrics, {})
         sums = StepSums(
             grads=jax.tree.map(jnp.add, sums.grads, grads),
             metrics=join_metrics(sums.metrics, metrics),
@@ -240,7 +255,51 @@ def make_step(
             finite=sums.finite & jnp.isfinite(total),
             count=sums.count + 1,
         )
-        return sums, total
+        return sums, total, apart
+
+    def open(self, params: Params, frozen: Params, micro: Batch, step: jax.Array):
+        """Return the jitted (zeros of the sums, `add_micro`) for arrays like these."""
+        key = jax.tree.structure((frozen, micro)), micro.tokens.shape
+        if key not in self._opened:
+            # The sums need the shapes of metrics before the first microstep.
+            count = jax.ShapeDtypeStruct((), jnp.uint32)
+            shapes = jax.eval_shape(self.differentiate, params, frozen, micro, step, count)
+            (loss, metrics), _ = shapes
+            sample = next(iter(params.values())).sharding
+            everywhere = sample
+            if isinstance(sample, jax.sharding.NamedSharding):
+                everywhere = jax.sharding.NamedSharding(sample.mesh, jax.sharding.PartitionSpec())
+
+            def zeros() -> StepSums:
+                return StepSums(
+                    grads={path: jnp.zeros(x.shape, x.dtype) for path, x in params_shapes.items()},
+                    metrics={} if self.apart else empty_metrics(metrics),
+                    loss=jnp.zeros((), loss.dtype),
+                    finite=jnp.ones((), bool),
+                    count=jnp.zeros((), jnp.uint32),
+                )
+
+            params_shapes = {path: shape_of(value) for path, value in params.items()}
+            places = jax.tree.map(lambda _: everywhere, jax.eval_shape(zeros))
+            places = places._replace(grads={path: x.sharding for path, x in params_shapes.items()})
+            # The sums come back where they lay: else the second microstep would be another program.
+            self._opened[key] = (
+                jax.jit(zeros, out_shardings=places),
+                jax.jit(
+                    self.add_micro, donate_argnums=0, out_shardings=(places, everywhere, everywhere)
+                ),
+            )
+        return self._opened[key]
+
+
+def make_update(
+    optimizer: optax.GradientTransformation,
+    max_grad_norm: float | None,
+    update_biases: Callable[[Params, jax.Array], Params] | None = None,
+) -> Callable[[State, StepSums, Any], tuple[State, StepOutput]]:
+    """Return `(state, sums, fine) -> (state, output)`, not jitted. update_biases: changes the
+    updated parameters by the load of experts [layers, E] over the whole step, which the sums then
+    have among their metrics."""
 
     def update(state: State, sums: StepSums, fine: jax.Array | bool) -> tuple[State, StepOutput]:
         grads, metrics = sums.grads, dict(sums.metrics)
@@ -268,40 +327,38 @@ def make_step(
         metrics = {"loss": (sums.loss, jnp.ones((), sums.loss.dtype)), **metrics}
         return guarded_state, StepOutput(metrics, norm, (), finite)
 
-    def single_step(
-        state: State, batch: Batch, frozen: Params | None = None, fine: jax.Array | bool = True
-    ) -> tuple[State, StepOutput]:
-        # Arguments of the program, never constants in it, and outside of what is differentiated.
-        frozen, count = {**(frozen or {}), **state.copies}, jnp.zeros((), jnp.uint32)
-        point = gradient_point(state.opt_state, state.params)
-        (total, metrics), grads = differentiate(point, frozen, batch, state.step, count)
-        sums = StepSums(grads, metrics, total, jnp.isfinite(total), count)
-        state, output = update(state, sums, fine)
-        return state, output._replace(micro_loss=(total,))
-
-    return TrainStep(tuple(coef), differentiate, add_micro, update, single_step)
+    return update
 
 
 class TrainStep:
     """A step of any number of microsteps in three programs: zeros, a microstep, the update."""
 
-    def __init__(
-        self,
-        components: tuple[str, ...],
-        differentiate: Callable,
-        add_micro: Callable,
-        update: Callable,
-        single_step: Callable,
-    ):
-        self.components, self.differentiate, self.add_micro = components, differentiate, add_micro
+    def __init__(self, backward: Backward, update: Callable):
+        self.backward, self._update = backward, update
         self.gradient_point = jax.jit(gradient_point)
         self.update = jax.jit(update, donate_argnums=0)
-        self.single = jax.jit(single_step, donate_argnums=0)
+        self.single = jax.jit(self._single_step, donate_argnums=0)
         """The step of a batch [1, B, T] on the devices."""
         self.prefers_single = False
         """True: a batch of one microstep takes the program `single` instead of those that any
         number takes: XLA fuses and schedules it better, and it keeps no accumulator."""
-        self._opened: dict[Any, tuple[Callable, Callable]] = {}
+
+    def _single_step(
+        self,
+        state: State,
+        batch: Batch,
+        frozen: Params | None = None,
+        fine: jax.Array | bool = True,
+    ) -> tuple[State, StepOutput]:
+        # Arguments of the program, never constants in it, and outside of what is differentiated.
+        frozen, count = {**(frozen or {}), **state.copies}, jnp.zeros((), jnp.uint32)
+        point = gradient_point(state.opt_state, state.params)
+        (total, metrics), grads = self.backward.differentiate(
+            point, frozen, batch, state.step, count
+        )
+        sums = StepSums(grads, metrics, total, jnp.isfinite(total), count)
+        state, output = self._update(state, sums, fine)
+        return state, output._replace(micro_loss=(total,))
 
     def __call__(
         self,
@@ -317,7 +374,7 @@ class TrainStep:
             return self.single(state, feed(batch, mesh), frozen, fine)
         frozen = {**(frozen or {}), **state.copies}
         # Before any microstep: the loss of each needs the weights of all.
-        batch = batch._replace(denoms=count_denominators(batch, self.components, mesh))
+        batch = batch._replace(denoms=count_denominators(batch, tuple(self.backward.coef), mesh))
         point = state.params
         if isinstance(state.opt_state, AverageState):
             point = self.gradient_point(state.opt_state, point)
@@ -326,44 +383,12 @@ class TrainStep:
             micro = feed(take_micro(batch, index), mesh)
             arguments = point, frozen, micro, state.step
             if sums is None:
-                start, add_micro = self.open(*arguments)
+                start, add_micro = self.backward.open(*arguments)
                 sums = start()
-            sums, total = add_micro(sums, *arguments)
+            sums, total, _ = add_micro(sums, *arguments)
             totals.append(total)
         state, output = self.update(state, sums, fine)
         return state, output._replace(micro_loss=tuple(totals))
-
-    def open(self, params: Params, frozen: Params, micro: Batch, step: jax.Array):
-        """Return the jitted (zeros of the sums, `add_micro`) for arrays like these."""
-        key = jax.tree.structure((frozen, micro)), micro.tokens.shape
-        if key not in self._opened:
-            # The sums need the shapes of metrics before the first microstep.
-            count = jax.ShapeDtypeStruct((), jnp.uint32)
-            shapes = jax.eval_shape(self.differentiate, params, frozen, micro, step, count)
-            (loss, metrics), _ = shapes
-            sample = next(iter(params.values())).sharding
-            everywhere = sample
-            if isinstance(sample, jax.sharding.NamedSharding):
-                everywhere = jax.sharding.NamedSharding(sample.mesh, jax.sharding.PartitionSpec())
-
-            def zeros() -> StepSums:
-                return StepSums(
-                    grads={path: jnp.zeros(x.shape, x.dtype) for path, x in params_shapes.items()},
-                    metrics=empty_metrics(metrics),
-                    loss=jnp.zeros((), loss.dtype),
-                    finite=jnp.ones((), bool),
-                    count=jnp.zeros((), jnp.uint32),
-                )
-
-            params_shapes = {path: shape_of(value) for path, value in params.items()}
-            places = jax.tree.map(lambda _: everywhere, jax.eval_shape(zeros))
-            places = places._replace(grads={path: x.sharding for path, x in params_shapes.items()})
-            # The sums come back where they lay: else the second microstep would be another program.
-            self._opened[key] = (
-                jax.jit(zeros, out_shardings=places),
-                jax.jit(self.add_micro, donate_argnums=0, out_shardings=(places, everywhere)),
-            )
-        return self._opened[key]
 
 
 def take_micro(batch: Batch, index: int) -> Batch:
