@@ -6,12 +6,13 @@ RUN = $(VENV)/bin/python
 # first takes half of what the other has left.
 SPREAD = -n 2 --dist worksteal
 SLOW = slow
+TIER = not slow and not thorough
 
 # Half of what a short process does is to compile the Python of jax, torch and transformers: what one
 # has compiled is kept for the next, whatever the shell says.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: quickstart rl dpo dflash test test-slow test-kernels lint style types docs notebooks site clean
+.PHONY: quickstart rl dpo dflash test test-slow test-thorough test-kernels lint style types docs notebooks site clean
 
 quickstart: $(VENV)/installed
 	$(RUN) -m jaxtrain.main --config configs/quickstart.toml run.overwrite=true
@@ -38,10 +39,14 @@ test: $(VENV)/installed-test style
 test-slow: $(VENV)/installed-test
 	$(RUN) -m pytest $(SPREAD) -m "$(SLOW)"
 
+# Further families, meshes, dtypes and repetitions, and whole benchmarks: every night, not in .ci/run.
+test-thorough: $(VENV)/installed-test
+	$(RUN) -m pytest $(SPREAD) -m thorough
+
 # The Hopper kernels and their interpreter need one jax, which needs Python 3.12:
 # make test-kernels PYTHON=python3.12 VENV=.venv-3.12
 test-kernels: $(VENV)/installed-kernels
-	$(RUN) -m pytest $(SPREAD) tests/kernels
+	$(RUN) -m pytest $(SPREAD) -m "$(TIER)" tests/kernels
 
 lint: style types
 

@@ -73,6 +73,17 @@ gc.freeze()
 gc.set_threshold(50_000, 20, 50)
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    """Leave thorough tests to an expression that names them, whatever other marks they carry."""
+    expression = config.option.markexpr
+    if expression and "thorough" not in expression:
+        thorough = [item for item in items if item.get_closest_marker("thorough")]
+        if thorough:
+            items[:] = [item for item in items if not item.get_closest_marker("thorough")]
+            config.hook.pytest_deselected(items=thorough)
+
+
 def pytest_collection_finish(session):
     """Keep modules and tests from garbage collection, which would look at them again and again."""
     gc.freeze()

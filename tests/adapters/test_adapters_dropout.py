@@ -56,7 +56,7 @@ class Masked(torch.nn.Module):
         return x * self.mask
 
 
-@pytest.mark.parametrize("dora", [False, True])
+@pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_output_and_gradients_are_those_of_peft_under_the_same_mask(dora):
     rng = np.random.default_rng(0)
     x, kernel, a, b = (
@@ -113,6 +113,7 @@ def test_masks_are_drawn_anew_for_each_token_layer_matrix_and_step():
     np.testing.assert_array_equal(first, mask())
 
 
+@pytest.mark.slow
 def test_noise_reaches_as_far_as_in_transformers_and_goes_by_the_texts_own_length():
     alpha, T, D = 5.0, 6, 64
     hook = SimpleNamespace(training=True, neftune_noise_alpha=alpha)
@@ -183,7 +184,7 @@ def trained_step(mesh=None, microsteps=1, dropout=0.3, alpha=8.0, step=0, **opti
         return grads, float(output.metrics["loss"][0])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_step_draws_the_same_on_any_mesh_and_split_and_anew_in_the_next():
     grads, loss = trained_step()
     split = trained_step(make_mesh(data=2, fsdp=2), 1, remat="full", scan_layers=False)

@@ -89,7 +89,7 @@ def unpack_all(frozen, kind):
 
 
 KINDS = [
-    pytest.param(kind, marks=[pytest.mark.slow] if kind == "mxfp4" else [])
+    pytest.param(kind, marks=[pytest.mark.thorough] if kind == "int8" else [])
     for kind in STORAGES
     if kind != "nf4_fused"  # test_adapters_fused.py
 ]
@@ -136,12 +136,16 @@ def test_no_layer_keeps_its_unpacked_matrices():
 @pytest.mark.parametrize(
     ("kind", "sizes", "model"),
     [
-        ("nf4", {"expert": 2, "tensor": 2}, {"moe_intermediate_size": 256}),
+        pytest.param(
+            *("nf4", {"expert": 2, "tensor": 2}, {"moe_intermediate_size": 256}),
+            marks=pytest.mark.thorough,
+        ),
         # 384 blocks a matrix, so that groups of scales reach from one into the next.
-        (
+        pytest.param(
             "nf4_fused",
             {"expert": 2, "tensor": 2},
             {"moe_intermediate_size": 128, "hidden_size": 192},
+            marks=pytest.mark.thorough,
         ),
         ("int8", {"expert": 2, "fsdp": 2}, {"moe_intermediate_size": 256}),
     ],
@@ -179,9 +183,7 @@ MERGED = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", ["gpt_oss", *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen3_moe",))]
-)
+@pytest.mark.parametrize("name", ["gpt_oss", pytest.param("qwen3_moe", marks=pytest.mark.thorough)])
 def test_merging_puts_every_matrix_through_the_storage_by_itself(name, tmp_path):
     config = families.config_from_hf(MERGED[name])
     saving.save(build.init(config, seed=3), config, tmp_path / "base")

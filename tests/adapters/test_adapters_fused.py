@@ -33,8 +33,9 @@ BASES = {
     ("num", "rows", "parts"),
     [
         (3, 128, [((0, 64),), ((64, 64),)]),  # a matrix: 256 blocks
-        (3, 96, [((0, 48),), ((48, 48),)]),  # 192
-        (1, 96, [((0, 20), (48, 20)), ((20, 28), (68, 28))]),  # in turns: no experts
+        pytest.param(3, 96, [((0, 48),), ((48, 48),)], marks=pytest.mark.slow),  # 192
+        # In turns: no experts.
+        pytest.param(*(1, 96, [((0, 20), (48, 20)), ((20, 28), (68, 28))]), marks=pytest.mark.slow),
     ],
     ids=["even", "straddling", "runs"],
 )
@@ -77,7 +78,9 @@ def fuse(folder, name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("granitemoe", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name", ["qwen3_moe", pytest.param("granitemoe", marks=pytest.mark.thorough)]
+)
 def test_a_run_and_its_merged_folder_have_the_tensors_of_bitsandbytes(name, tmp_path):
     config = families.config_from_hf(BASES[name])
     saving.save(build.init(config, seed=3), config, tmp_path / "base")

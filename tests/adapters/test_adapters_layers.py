@@ -81,7 +81,8 @@ def test_ranks_of_some_of_the_layers_are_refused(base):
         choose(base[0], "layers.(7|8).mlp")
 
 
-@pytest.mark.parametrize("dora", [pytest.param(False, marks=pytest.mark.slow), True])
+@pytest.mark.slow
+@pytest.mark.parametrize("dora", [False, pytest.param(True, marks=pytest.mark.thorough)])
 def test_some_layers_in_the_scan_equal_all_layers_with_no_change_in_the_others(base, dora):
     """And the unrolled stack; gradients are those of the chosen layers."""
     config, folder = base
@@ -193,9 +194,9 @@ def test_we_read_what_peft_writes_for_some_layers(base, tmp_path, keys, layers):
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("qwen3_moe", ["router", "attention"]),
-        pytest.param("qwen3_moe", ["layers.1.mlp.gate", "q_proj"], marks=pytest.mark.slow),
-        pytest.param("gpt_oss", ["mlp.router", "layers.1.*experts.*"], marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", ["router", "attention"], marks=pytest.mark.slow),
+        pytest.param("qwen3_moe", ["layers.1.mlp.gate", "q_proj"], marks=pytest.mark.thorough),
+        pytest.param("gpt_oss", ["mlp.router", "layers.1.*experts.*"], marks=pytest.mark.thorough),
     ],
 )
 def test_peft_loads_adapters_of_routers_that_we_write(name, target, tmp_path):

@@ -65,7 +65,9 @@ def logits_of(model, batch):
     return model.logits(model.hidden(micro).hidden)
 
 
-@pytest.mark.parametrize(("dora", "scan"), [(False, True), (True, False)])
+@pytest.mark.parametrize(
+    ("dora", "scan"), [pytest.param(False, True, marks=pytest.mark.slow), (True, False)]
+)
 def test_the_start_is_the_identity(dora, scan):
     trained, frozen, rebuild = open_model(make_adapter(dora=dora), scan_layers=scan)
     batch = documents_batch(rows=2)
@@ -75,8 +77,14 @@ def test_the_start_is_the_identity(dora, scan):
     np.testing.assert_allclose(actual_values, plain, atol=1e-5 if dora else 1e-6)
 
 
-@pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("rslora", [False, True])
+@pytest.mark.parametrize(
+    ("dora", "rslora"),
+    [
+        (False, False),
+        (True, True),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(False, True), (True, False)]),
+    ],
+)
 def test_adapted_equals_the_weight_that_the_papers_write(dora, rslora):
     adapter = make_adapter(dora=dora, rslora=rslora)
     trained, frozen, rebuild = open_model(adapter, noise=0.3)
@@ -109,6 +117,7 @@ def test_without_adapters_is_the_base():
     )
 
 
+@pytest.mark.slow
 def test_the_norm_is_a_constant_for_the_gradient():
     rng = np.random.default_rng(0)
     kernel, a, b = (jnp.asarray(rng.standard_normal(s)) for s in [(6, 5), (6, 2), (2, 5)])
@@ -168,9 +177,9 @@ def meshed_batch():
 @pytest.mark.parametrize(
     ("sizes", "dora"),
     [
-        pytest.param({"data": 4}, False, marks=pytest.mark.slow),
-        pytest.param({"fsdp": 2, "tensor": 2}, True, marks=pytest.mark.slow),
-        ({"fsdp": 2, "context": 2}, False),
+        pytest.param({"data": 4}, False, marks=pytest.mark.thorough),
+        ({"fsdp": 2, "tensor": 2}, True),
+        pytest.param({"fsdp": 2, "context": 2}, False, marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -185,6 +194,7 @@ def test_meshes_give_the_same_loss_and_gradients(sizes, dora):
         assert np.abs(grad).max() > 1e-5, path
 
 
+@pytest.mark.slow
 def test_frozen_weights_may_be_bfloat16():
     adapter = make_adapter()
     trained, frozen, _ = open_model(adapter, param_dtype="bfloat16", dtype="bfloat16")
@@ -241,7 +251,7 @@ def test_frozen_weights_count_two_thirds_of_a_trained_one():
     assert count_matmul_params(rebuild({**frozen, **trained}), frozen) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("remat", ["elementwise", "dots"])
+@pytest.mark.parametrize("remat", [pytest.param("elementwise", marks=pytest.mark.slow), "dots"])
 def test_the_backward_pass_keeps_of_an_adapted_product_what_it_keeps_of_a_plain_one(remat):
     """The sum, not both its terms; beside it only what is as narrow as the rank."""
     micro = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), documents_batch(rows=2))

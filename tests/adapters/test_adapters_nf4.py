@@ -43,6 +43,7 @@ def one_row(values):
     return np.stack([nibbles[0] >> 4, nibbles[0] & 15], axis=-1).reshape(-1)
 
 
+@pytest.mark.slow
 def test_a_tie_goes_down_and_zeros_stay_zero():
     row = np.zeros(64, np.float32)
     row[0] = 1.0
@@ -122,6 +123,7 @@ def quantized_model(tmp_path, kind):
     return config, adapter, trained, frozen, rebuild
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_a_quantized_model_is_its_merged_folder(kind, tmp_path):
     config, adapter, trained, frozen, rebuild = quantized_model(tmp_path, kind)
@@ -142,7 +144,7 @@ def test_a_quantized_model_is_its_merged_folder(kind, tmp_path):
 
 @pytest.mark.parametrize(
     ("kind", "bits"),
-    [("nf4", (4.1, 4.3)), pytest.param("int8", (8.0, 8.5), marks=pytest.mark.slow)],
+    [("nf4", (4.1, 4.3)), pytest.param("int8", (8.0, 8.5), marks=pytest.mark.thorough)],
 )
 def test_gradients_pass_through_and_weights_are_counted(kind, bits, tmp_path):
     config, adapter, trained, frozen, rebuild = quantized_model(tmp_path, kind)

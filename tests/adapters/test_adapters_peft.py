@@ -43,13 +43,20 @@ CASES = {
     "embeddings": dict(target=["mlp"], full=("embed.embedding",)),
 }
 GEMMA = [
-    pytest.param("lora", name, marks=pytest.mark.slow)
+    pytest.param("lora", name, marks=pytest.mark.thorough)
     for name in ("gemma4_moe", "gemma4_per_layer")
 ]
-EXPERTS = [("lora", "qwen3_moe_mixed"), ("rslora", "mixtral"), GEMMA[1]]
+EXPERTS = [
+    pytest.param("lora", "qwen3_moe_mixed", marks=pytest.mark.slow),
+    pytest.param("rslora", "mixtral", marks=pytest.mark.thorough),
+    GEMMA[1],
+]
 # PEFT 0.21 fuses the adapters of experts as transformers 5 fuses the experts, but not rsLoRA's
 # scale nor those of models that have dense layers, too.
-EXPERTS_IN_PEFT = [("lora", "qwen3_moe"), ("lora", "mixtral")]
+EXPERTS_IN_PEFT = [
+    pytest.param("lora", "qwen3_moe", marks=pytest.mark.slow),
+    pytest.param("lora", "mixtral", marks=pytest.mark.thorough),
+]
 
 
 def make_base(folder, name="qwen3"):
@@ -128,7 +135,7 @@ TOKENS = np.stack(documents(4, 30, 30))
     ("case", "name"),
     [
         *((case, "qwen3") for case in CASES),
-        ("lora", "llama"),
+        pytest.param("lora", "llama", marks=pytest.mark.thorough),
         *EXPERTS_IN_PEFT,
         *GEMMA,
     ],
@@ -156,7 +163,7 @@ def test_peft_loads_what_we_write(case, name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("nemotron_h", ["in_proj", "q_proj", "mlp"]),
+        pytest.param("nemotron_h", ["in_proj", "q_proj", "mlp"], marks=pytest.mark.thorough),
         ("qwen3_5", ["all-linear"]),
     ],
     ids=str,
@@ -208,7 +215,10 @@ def test_recurrent_layers_go_to_peft_and_come_back(name, target, tmp_path):
 
 @pytest.mark.parametrize(
     ("target", "slot"),
-    [(["attention.z", "attention.b"], {"rslora": True}), (["attention"], {"dora": True})],
+    [
+        pytest.param(["attention.z", "attention.b"], {"rslora": True}, marks=pytest.mark.thorough),
+        (["attention"], {"dora": True}),
+    ],
     ids=str,
 )
 @pytest.mark.slow
@@ -243,8 +253,8 @@ def test_pairs_of_two_matrices_are_one_of_pefts(target, slot, tmp_path):
 @pytest.mark.parametrize(
     ("name", "target", "rslora"),
     [
-        ("qwen3_next", ["attention"], False),
-        ("qwen3_next", ["attention.z", "attention.b"], True),
+        pytest.param("qwen3_next", ["attention"], False, marks=pytest.mark.slow),
+        pytest.param("qwen3_next", ["attention.z", "attention.b"], True, marks=pytest.mark.slow),
         ("granitemoehybrid_dense", ["mlp"], False),
         ("phi3", ["attention.q", "attention.v"], False),
     ],

@@ -62,11 +62,11 @@ def assert_close(actual, expected, plain):
     ("name", "target"),
     [
         ("gpt_oss", ["all-linear"]),
-        pytest.param("qwen3_5_moe", ["mlp"], marks=pytest.mark.slow),
-        pytest.param("granitemoehybrid", ["mlp"], marks=pytest.mark.slow),
-        pytest.param("gemma4", ["all-linear"], marks=pytest.mark.slow),
-        pytest.param("gpt_oss", ["experts.up", "attention"], marks=pytest.mark.slow),
-        pytest.param("gpt_oss", ["experts.down"], marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", ["mlp"], marks=pytest.mark.thorough),
+        pytest.param("granitemoehybrid", ["mlp"], marks=pytest.mark.thorough),
+        pytest.param("gemma4", ["all-linear"], marks=pytest.mark.thorough),
+        pytest.param("gpt_oss", ["experts.up", "attention"], marks=pytest.mark.thorough),
+        pytest.param("gpt_oss", ["experts.down"], marks=pytest.mark.thorough),
     ],
     ids=str,
 )
@@ -90,7 +90,8 @@ def test_peft_loads_and_we_merge_what_we_write(name, target, tmp_path):
     assert_close(our_logits(tmp_path / "base", loaded, rebuild), expected, plain)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.thorough)])
 def test_we_load_and_merge_what_peft_writes(name, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
     config = make_base(tmp_path / "base", name)

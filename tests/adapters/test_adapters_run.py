@@ -171,6 +171,7 @@ def test_merge_overwrites_neither_base_nor_adapter(trained, base, tmp_path, monk
     assert run("merge", trained) == run("merge", trained) == 0
 
 
+@pytest.mark.slow
 def test_generate_with_a_run_and_with_its_export(trained, capsys):
     answers = []
     for name in (trained, trained / "model"):
@@ -219,7 +220,9 @@ EXPERTS = {
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "family"), [("nf4", {}), ("nf4_fused", EXPERTS)], ids=["nf4", "fused"]
+    ("kind", "family"),
+    [("nf4", {}), pytest.param("nf4_fused", EXPERTS, marks=pytest.mark.thorough)],
+    ids=["nf4", "fused"],
 )
 def test_a_run_beside_nf4_weights(kind, family, config, base, tmp_path, capsys):
     wide = tmp_path / "wide"

@@ -27,8 +27,10 @@ CASES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "case", [pytest.param(case, marks=pytest.mark.slow if case == "text" else ()) for case in CASES]
+    "case",
+    [pytest.param(case, marks=pytest.mark.thorough if case == "text" else ()) for case in CASES],
 )
 def test_adapters_of_each_part_are_those_of_peft(case, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed on this Python")

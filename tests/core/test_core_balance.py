@@ -82,6 +82,7 @@ def test_metrics_by_hand():
     )
 
 
+@pytest.mark.slow
 def test_rows_and_padding_add_up():
     """The sums of rows are those of each row alone, so accumulation and devices change nothing."""
     model = build.init(families.config_from_hf(RAW["qwen3_moe"]), 0)

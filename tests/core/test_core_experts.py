@@ -101,7 +101,7 @@ def read_lines(folder):
     return [line for line in lines if "loss" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_policy_is_trained_where_its_tokens_went(tmp_path):
     """With the weights that drew them the routers choose the same: nothing goes astray between
     sampler, trees, minibatches and the pass that is differentiated."""

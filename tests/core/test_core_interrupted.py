@@ -166,7 +166,7 @@ def test_the_uninterrupted_run_is_what_the_others_rely_on(whole):
     assert "eval/loss" in read_metrics(whole)[10]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_that_is_killed_again_and_again_repeats_the_whole_one(whole, tmp_path):
     """By SIGKILL: while it starts, in every part of writing a checkpoint, at random moments."""
     folder, moments = tmp_path / "run", random.Random(0)
@@ -223,7 +223,7 @@ def test_a_corrupted_last_checkpoint_is_named_and_the_one_before_used(whole, tmp
     assert_same_run(folder, whole)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_second_signal_ends_a_compiling_run_at_once(tmp_path):
     child = start(tmp_path / "run", "data.sequence_len=512", "model.scan_layers=false")
     for line in child.stdout:
@@ -249,7 +249,7 @@ def test_another_config_and_resume_modes_are_refused(whole, tmp_path, capsys):
     assert "all 24 steps are done" in run(whole, "run.resume=required", "log.every=5")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_sigterm_before_the_first_step_is_honest(tmp_path):
     child = start(tmp_path / "run")
     for line in child.stdout:
@@ -263,7 +263,7 @@ def test_sigterm_before_the_first_step_is_honest(tmp_path):
     assert expected in output
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_longer_run_goes_on_from_the_end(whole, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(whole, folder)

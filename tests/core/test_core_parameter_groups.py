@@ -51,6 +51,7 @@ def draw(rng):
     return {name: rng.standard_normal(size).astype(np.float32) for name, (size, _) in SIZES.items()}
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_torch_with_the_same_groups():
     rng = np.random.default_rng(0)
     optim = OptimConfig(

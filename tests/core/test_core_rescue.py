@@ -86,7 +86,12 @@ def raise_next(errors):
 
 
 @pytest.mark.parametrize(
-    "where", ["next", "update", pytest.param("evaluate", marks=pytest.mark.slow)]
+    "where",
+    [
+        pytest.param("next", marks=pytest.mark.slow),
+        "update",
+        pytest.param("evaluate", marks=pytest.mark.thorough),
+    ],
 )
 def test_any_error_after_a_step_saves_first(sft, whole, tmp_path, monkeypatch, capsys, where):
     """In the data, at a step that was asked for but not made, in an evaluation after it."""

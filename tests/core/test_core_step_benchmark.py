@@ -101,7 +101,7 @@ def copy_hybrid_weights(model, params: dict) -> None:
             put(block.scale, one("attention.norm.scale"))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_hybrid_torch_model_is_the_same_model(benchmarks):
     """Loss and gradients in float32 on packed documents, from the same weights."""
     torch_step, raw = benchmarks["peers.train_step"], benchmarks["step_work"].MODELS["tiny-hybrid"]
@@ -173,7 +173,7 @@ def ours_width(grads: dict) -> int:
     return grads["stack.block.attention.q.kernel"].shape[-1]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_small_run_writes_table_json_and_plot(benchmarks, tmp_path, monkeypatch):
     for module in ("train_step", "peers.train_step"):
         monkeypatch.setattr(benchmarks[module], "WARM_UP", 2)
@@ -198,7 +198,7 @@ def test_a_small_run_writes_table_json_and_plot(benchmarks, tmp_path, monkeypatc
     assert out.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_small_run_shows_the_kernels_beside_the_reference(benchmarks, tmp_path):
     """On a CPU "auto" is the reference path, so the runs are equal; another order only rounds."""
     out = tmp_path / "parity"
@@ -230,7 +230,7 @@ def test_a_profile_is_summed_by_kind(benchmarks, tmp_path):
     assert "5.00 ms in all" in table
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_lora_and_accumulation_run(benchmarks, monkeypatch):
     monkeypatch.setattr(benchmarks["train_step"], "TIMED", 1)
     arguments = "--model tiny --work tiny-docs --dtype float32 --lora 4 --microsteps 2 --rows 2"

@@ -61,8 +61,8 @@ def make_arguments(architecture=ARCHITECTURE, rows=4, length=256):
     [
         (ARCHITECTURE, {}),
         pytest.param(ARCHITECTURE, {"data": 2, "fsdp": 2}, marks=pytest.mark.slow),
-        (ARCHITECTURE, {"context": 2, "tensor": 2}),
-        (EXPERTS, {"fsdp": 2}),
+        pytest.param(ARCHITECTURE, {"context": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param(EXPERTS, {"fsdp": 2}, marks=pytest.mark.slow),
     ],
     ids=["one", "rows", "context_tensor", "experts"],
 )

@@ -37,8 +37,10 @@ def make_roles(config):
     return Roles({"policy": Role(bundle), "reference": Role(bundle, "start", in_loss=False)})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "train", [pytest.param(train, marks=pytest.mark.slow) for train in ("none", "projector", "all")]
+    "train",
+    [pytest.param(train, marks=pytest.mark.thorough) for train in ("none", "projector")] + ["all"],
 )
 def test_only_what_is_asked_for_is_trained(train):
     config = make_config(train, optim={"learning_rate": 1e-2, "weight_decay": 0.1})

@@ -87,7 +87,7 @@ def unblock(patches, form):
     return tiles
 
 
-@pytest.mark.parametrize("splits", [True, False])
+@pytest.mark.parametrize("splits", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_smolvlm_pixels_equal_those_of_transformers(splits, tmp_path):
     settings = {
         "size": {"longest_edge": 64},

@@ -101,6 +101,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 def test_loss_and_gradients_are_those_of_the_flat_samples(tokenizer):
     """In float64 they differ by the order of sums alone."""
     flat, shared = both(tokenizer, {"messages": make_talk(3)})

@@ -13,7 +13,7 @@ from jaxtrain.distributed.mesh import make_mesh
 WIDE = {**mesh_worker.RAW["qwen3_moe"], "hidden_size": 64, "moe_intermediate_size": 64}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_packed_experts_on_devices_train_as_on_one(monkeypatch):
     monkeypatch.setattr(mesh_worker, "RAW", {"wide": WIDE})
     monkeypatch.setattr(mesh_worker, "Adapter", functools.partial(Adapter, quantize="nf4"))

@@ -140,7 +140,7 @@ def run_alone(folder: Path, *overrides: str) -> dict[int, float]:
     return losses(folder)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_run_ends_in_one_line_and_goes_on_with_other_processes(tmp_path):
     expected = run_alone(tmp_path / "whole", "run.max_steps=40")
     killed = tmp_path / "killed"

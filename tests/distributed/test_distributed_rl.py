@@ -105,7 +105,7 @@ trained = true
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_processes_train_several_policies_as_one_does(tmp_path):
     single, two = tmp_path / "one", tmp_path / "two"
     game = tmp_path / "game.py"
@@ -132,7 +132,7 @@ PROGRESS = re.compile(r"^(seconds|programs): |\(\d+ s\)$")
 """Lines about times, which differ from one run to the next."""
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_verb_eval_says_alike_on_two_processes(tmp_path):
     """Held-out loss by all, sets by process 0, of a model that nobody trained."""
     held_out = ["data.eval_datasets.0.path=builtin:calculator"]
@@ -156,7 +156,7 @@ def rewards_by_step(folder: Path) -> dict[int, tuple[float, float]]:
     return {step: (line["reward"], line["loss"]) for step, line in rows.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_killed_run_goes_on_where_it_was(tmp_path):
     """With what it would have trained, nothing twice, when the process with the prompts dies."""
     reference, killed = tmp_path / "whole", tmp_path / "killed"
@@ -234,7 +234,10 @@ def list_tensors() -> dict[str, list[int]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("sync, mode", [("lora", "streaming"), ("delta", "async")])
+@pytest.mark.parametrize(
+    "sync, mode",
+    [("lora", "streaming"), pytest.param("delta", "async", marks=pytest.mark.thorough)],
+)
 def test_two_processes_bring_servers_what_they_export(tmp_path, sync, mode):
     fake = Server(tensors=None if sync == "lora" else list_tensors())
     words = ["run.export=true", "rollout.engine=vllm", *SERVED]

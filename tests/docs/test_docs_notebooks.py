@@ -94,7 +94,7 @@ def said_by(cell) -> str:
     return "".join(output.get("text", "") for output in cell.get("outputs", []))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_notebooks_run(execute):
     """Commands that an earlier page runs as well are skipped."""
     left_out = ("!jaxtrain doctor", "!jaxtrain preprocess", "!jaxtrain generate")

@@ -19,7 +19,7 @@ def check(actual):
     assert actual["temp"] < actual["cache"]
 
 
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_on_a_cpu(scan):
     check(describe(*compile_chunk(scan, "float32")))
 

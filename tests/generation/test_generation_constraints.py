@@ -132,6 +132,7 @@ def follow(model, tokenizer, prompt, pattern, temperature, tokens=None):
     return answer, logprobs
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", [0, 1, 2, 6])
 def test_draws_and_log_probs_are_those_of_the_allowed_tokens(model, tokenizer, mixed, row):
     wanted, completions = mixed
@@ -144,6 +145,7 @@ def test_draws_and_log_probs_are_those_of_the_allowed_tokens(model, tokenizer, m
     assert completion.finish_reason == ("length" if row == 6 else "stop")
 
 
+@pytest.mark.slow
 def test_answers_match_whatever_shares_their_batch(model, tokenizer, mixed):
     wanted, completions = mixed
     texts = [tokenizer.decode(c.tokens, skip_special_tokens=True) for c in completions]
@@ -157,7 +159,6 @@ def test_answers_match_whatever_shares_their_batch(model, tokenizer, mixed):
         np.testing.assert_allclose(completions[row].logprobs, free[row].logprobs, atol=1e-5)
 
 
-@pytest.mark.slow
 def test_every_one_of_many_draws_matches(model, tokenizer):
     wanted = [sampling(1.5, regex=PATTERN, seed=seed) for seed in range(64)]
     texts = [

@@ -97,6 +97,7 @@ def test_kinds_of_requests_share_a_batch(models):
         np.testing.assert_allclose(request.logprobs, single.logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_prompt_is_read_once_for_its_whole_group(models, monkeypatch):
     counts = []
 
@@ -266,6 +267,7 @@ def test_what_is_given_up_had_told_its_version_and_leaves_no_row(models):
     assert not engine._unbegun and not engine._futures and not engine.sampler.busy
 
 
+@pytest.mark.slow
 def test_an_error_of_the_device_reaches_all_who_wait(models, monkeypatch):
     engine = LocalEngine(open_sampler(models[0]))
     monkeypatch.setattr(local, "decode_chunk", lambda *_: 1 / 0)
@@ -279,6 +281,7 @@ def test_an_error_of_the_device_reaches_all_who_wait(models, monkeypatch):
     assert len(asyncio.run(engine.generate([5], Sampling(max_new_tokens=4))).tokens) > 0
 
 
+@pytest.mark.slow
 def test_an_answer_that_is_watched_comes_token_by_token_and_is_the_same(models):
     sampling, prompt = Sampling(max_new_tokens=40, temperature=1.0), [5, 6, 7]
 

@@ -114,6 +114,7 @@ def test_generate_and_speculate_use_a_draft(folders, tmp_path, capsys):
         assert timing["tokens"] <= 36 and timing["drafted_tokens_per_second"] > 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("changes", "expected"),
     [

@@ -135,7 +135,11 @@ def compare(model):
 @pytest.mark.parametrize(
     ("raw", "options"),
     [
-        pytest.param(MOE, {"dtype": "bfloat16", "remat": "full"}, id="experts in bfloat16"),
+        pytest.param(
+            *(MOE, {"dtype": "bfloat16", "remat": "full"}),
+            id="experts in bfloat16",
+            marks=pytest.mark.thorough,
+        ),
         pytest.param(
             RAW | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
             {"scan_layers": False},
@@ -203,7 +207,9 @@ def walk(parents, node):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("temperature", [0.0, TEMPERATURE])
+@pytest.mark.parametrize(
+    "temperature", [pytest.param(0.0, marks=pytest.mark.thorough), TEMPERATURE]
+)
 def test_a_draft_changes_no_bit_of_an_answer(temperature):
     """Compare in bfloat16, whose rounding would otherwise turn ties."""
     model = open_model(dtype="bfloat16", param_dtype="bfloat16")

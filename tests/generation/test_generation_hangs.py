@@ -53,11 +53,11 @@ def require_named_and_dropped(output, fake, step, why):
 @pytest.mark.parametrize(
     "trouble, step",
     [
-        ("/get_world_size", "/get_world_size"),
+        pytest.param("/get_world_size", "/get_world_size", marks=pytest.mark.slow),
         ("links", "new weights"),
         ("/pause", "/pause"),
-        ("/finish_weight_update", "/finish_weight_update"),
-        ("/resume", "/resume"),
+        pytest.param("/finish_weight_update", "/finish_weight_update", marks=pytest.mark.slow),
+        pytest.param("/resume", "/resume", marks=pytest.mark.slow),
     ],
 )
 def test_a_server_that_hangs_in_a_sync(trouble, step):
@@ -75,7 +75,7 @@ def test_a_server_that_hangs_in_a_sync(trouble, step):
     require_named_and_dropped(output, fakes[0], step, "weight sync: ")
 
 
-@pytest.mark.parametrize("slept", [False, True])
+@pytest.mark.parametrize("slept", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_server_that_hangs_going_to_sleep(slept):
     """slept: it does so all the same, when nobody wakes it any more."""
     fakes = [FakeVllm(tensors=HELD), FakeVllm(tensors=HELD)]
@@ -103,7 +103,10 @@ def test_a_server_that_hangs_waking():
     require_named_and_dropped(output, fakes[0], "/wake_up", "weight sync: ")
 
 
-@pytest.mark.parametrize("step", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
+@pytest.mark.parametrize(
+    "step",
+    ["/v1/load_lora_adapter", pytest.param("/v1/unload_lora_adapter", marks=pytest.mark.slow)],
+)
 def test_a_server_that_hangs_over_an_adapter(step, tmp_path):
     fakes = [FakeVllm(), FakeVllm()]
     with open_lora(fakes, tmp_path, keep_adapters=2, **LIMIT) as (engine, publisher, output):

@@ -101,6 +101,7 @@ def test_the_token_route_lists_them_from_two_on(tokenizer, sampler, count):
     assert [top["rank"] for top in listed[0]] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_under_a_constraint_they_are_the_allowed_ones(tokenizer, sampler):
     sampling = SAMPLING.model_copy(
         update={"structured_outputs": StructuredOutputs(regex=PATTERN), "max_new_tokens": 4}

@@ -130,9 +130,9 @@ def make_draw(rows, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0):
 @pytest.mark.parametrize(
     ("V", "bound"),
     # 7 and 299 degrees of freedom: exceeded once in a thousand seeds
-    [(8, 24.3), (300, 380.0)],
+    [pytest.param(8, 24.3, marks=pytest.mark.slow), (300, 380.0)],
 )
-@pytest.mark.parametrize("truncate", [False, True])
+@pytest.mark.parametrize("truncate", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_drawn_frequencies_match_the_softmax(V, bound, truncate):
     """Also with tokens in several classes, the last of them short."""
     rng = np.random.default_rng(0)
@@ -150,6 +150,7 @@ def test_drawn_frequencies_match_the_softmax(V, bound, truncate):
     np.testing.assert_allclose(logprobs, exact[np.asarray(tokens)], atol=2e-6)
 
 
+@pytest.mark.slow
 def test_a_greedy_row_among_random_ones_takes_the_first_of_the_best():
     logits = np.random.default_rng(0).integers(-3, 3, (9, 700)).astype(np.float32)
     keys, draw = jax.random.split(jax.random.key(0), 9), make_draw(9, 0.0)

@@ -166,6 +166,7 @@ def share_at_one_server(engine):
     return sum(max(c.values()) for c in places.values()) / len(engine.asked_at)
 
 
+@pytest.mark.slow
 def test_nothing_is_lost_or_twice_while_servers_come_and_go():
     engine, servers, actual = simulate(1000, churn=True)
     assert sorted(actual) == list(range(1000))
@@ -180,7 +181,8 @@ def test_nothing_is_lost_or_twice_while_servers_come_and_go():
     assert all(server.in_flight == 0 for server in servers.all)
 
 
-@pytest.mark.parametrize("concurrency", [128, pytest.param(512, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("concurrency", [128, pytest.param(512, marks=pytest.mark.thorough)])
 def test_a_group_stays_at_one_server_and_work_is_fair(concurrency):
     engine, servers, _ = simulate(1000, churn=False, concurrency=concurrency)
     assert share_at_one_server(engine) >= 0.9

@@ -128,6 +128,7 @@ def test_the_loop_has_the_sets_answered_under_each_version_while_it_trains(confi
         fake_vllm.kill()
 
 
+@pytest.mark.slow
 def test_the_verb_brings_the_weights_and_asks_the_servers(fake, config, tmp_path):
     assert main(["eval", "--config", str(config)]) == 0
     assert count_versions(fake) == {"0": 10}

@@ -131,7 +131,10 @@ def draw(dense, weights, cache):
 
 @pytest.mark.parametrize(
     ("weights", "cache"),
-    [("int8", "int8"), pytest.param("default", "fp8", marks=pytest.mark.slow)],
+    [
+        pytest.param("int8", "int8", marks=pytest.mark.slow),
+        pytest.param("default", "fp8", marks=pytest.mark.thorough),
+    ],
 )
 def test_log_probs_are_those_of_float64_that_quantizes_alike(dense, weights, cache):
     actual, exact, plain = [], [], []

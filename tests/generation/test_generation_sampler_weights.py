@@ -45,8 +45,8 @@ def run(parts, params, mesh):
 @pytest.mark.parametrize(
     ("local_value", "cut"),
     [
-        pytest.param(False, {"fsdp": 2}, id="shared", marks=pytest.mark.slow),
-        pytest.param(True, {"tensor": 2}, id="set aside"),
+        pytest.param(False, {"fsdp": 2}, id="shared", marks=pytest.mark.thorough),
+        pytest.param(True, {"tensor": 2}, id="set aside", marks=pytest.mark.slow),
     ],
 )
 def test_copies_compute_what_the_trainer_computes(local_value, cut):

@@ -72,7 +72,10 @@ def ask(sampler, groups):
 
 @pytest.mark.parametrize(
     "vocabulary, stored",
-    [(53, "default"), pytest.param(54, "int8", marks=pytest.mark.slow)],
+    [
+        pytest.param(53, "default", marks=pytest.mark.slow),
+        pytest.param(54, "int8", marks=pytest.mark.thorough),
+    ],
 )
 def test_rows_hold_what_they_share(watched, vocabulary, stored):
     """Leaders end first and their rows are filled with other prompts; the rest stay a group."""

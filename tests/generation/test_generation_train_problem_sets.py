@@ -85,7 +85,13 @@ def check_numbers(numbers, answers):
     assert numbers["eval/legs/mean_length"] == pytest.approx(sum(a["tokens"] for a in answers) / 12)
 
 
-@pytest.fixture(scope="module", params=["rl", pytest.param("sft", marks=pytest.mark.slow)])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param("rl", marks=pytest.mark.slow),
+        pytest.param("sft", marks=pytest.mark.thorough),
+    ],
+)
 def trained(request, place):
     """(config, folder of its finished run)."""
     config, folder = place / f"{request.param}.toml", place / request.param

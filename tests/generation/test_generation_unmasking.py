@@ -99,9 +99,9 @@ def by_hand(model, prompt, shift, steps, block, confidence="probability", thresh
         {"shift": False, "steps": 3, "block_length": 8, "confidence": "margin"},
         pytest.param(
             {"shift": True, "steps": 4, "block_length": 3, "confidence": "entropy"},
-            marks=pytest.mark.slow,
+            marks=pytest.mark.thorough,
         ),
-        pytest.param({"shift": True, "steps": 8, "block_length": 8}, marks=pytest.mark.slow),
+        pytest.param({"shift": True, "steps": 8, "block_length": 8}, marks=pytest.mark.thorough),
     ],
 )
 def test_the_sampler_does_what_is_written_out_here(models, how):
@@ -129,7 +129,7 @@ def test_a_cache_is_exact_where_the_rest_of_the_text_cannot_change(models):
     [
         (5, True),
         *[
-            pytest.param(*how, marks=pytest.mark.slow)
+            pytest.param(*how, marks=pytest.mark.thorough)
             for how in ((4, True), (12, True), (5, False))
         ],
     ],
@@ -147,6 +147,7 @@ def test_a_cached_block_is_read_alone(models, monkeypatch, length, shift):
         np.testing.assert_allclose(entry.logprobs, second.logprobs, atol=2e-5)
 
 
+@pytest.mark.slow
 def test_answers_end_with_the_first_end_token(models):
     free = answer(models[2], steps=8, block_length=2)[0].tokens
     end = free[3]

@@ -167,6 +167,7 @@ def test_storage_is_that_of_the_definition():
         attach(build.abstract(config), Adapter({}, quantize="mxfp4"))
 
 
+@pytest.mark.slow
 def test_a_base_is_kept_as_it_is_stored(folder):
     """Logits match those without packed storage, and memory holds the folder's bytes."""
     config = families.read_config(folder)

@@ -145,7 +145,9 @@ def find_links(until, prev):
 @pytest.mark.parametrize(
     "forest",
     [
-        testing.random_forest(np.random.default_rng(3), 250, 40),
+        pytest.param(
+            testing.random_forest(np.random.default_rng(3), 250, 40), marks=pytest.mark.slow
+        ),
         testing.documents([3, 130, 1, 64, 5, 40]),
         testing.agent_tree(4, 50, 9),
         [(64, -1), (64, -1), (100, 1), (13, 1), (9, -1)],
@@ -181,6 +183,7 @@ def test_windows_of_the_hopper_kernels(forest):
     assert actual == set(range(T // tile)) - full
 
 
+@pytest.mark.slow
 def test_a_row_in_pieces_ends_in_the_same_state():
     """Prompts in pieces of any length and single tokens; what stands behind a row's end leaves no
     trace, and a row without new tokens keeps its state bit for bit."""
@@ -218,7 +221,7 @@ def draw_step(dtype="float32", rows=3):
     return *low, -abs(jnp.asarray(g)), jax.nn.sigmoid(beta), jnp.asarray(until), jnp.asarray(state)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
 def test_the_kernel_of_decoding(dtype):
     """Interpreted, in two programs a head: beside XLA; a row without a token keeps every bit."""
     *arguments, until, state = draw_step(dtype)
@@ -263,8 +266,14 @@ def test_decoding_lowers_for_any_nvidia_gpu_and_copies_no_state(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *[(name, "float32") for name in ("tree_h1_3_init", "tree_h2_2_hard")],
-        *[(name, "bfloat16") for name in CI],
+        ("tree_h1_3_init", "float32"),
+        ("tree_h2_4_slow", "bfloat16"),
+        pytest.param("tree_h2_2_hard", "float32", marks=pytest.mark.thorough),
+        *[
+            pytest.param(name, "bfloat16", marks=pytest.mark.thorough)
+            for name in CI
+            if name != "tree_h2_4_slow"
+        ],
     ],
 )
 def test_rounding(name, dtype):
@@ -321,7 +330,7 @@ def test_a_convolution_follows_branches():
 
 
 @pytest.mark.parametrize("impl", ["xla", "reference"])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_strict_modes(impl, dtype):
     """Traced only: no dtype and no rank is promoted on the quiet."""
     q, v = jnp.ones((1, T, 2, 8), dtype), jnp.ones((1, T, 4, 8), dtype)

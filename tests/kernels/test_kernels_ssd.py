@@ -114,7 +114,7 @@ def test_a_row_in_pieces_ends_in_the_same_state():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_rounding(dtype):
     """Errors by norm beside float64: of float32 sums, and of bfloat16 operands."""
     rng = np.random.default_rng(0)

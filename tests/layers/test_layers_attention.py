@@ -104,7 +104,14 @@ def test_few_tokens_are_left_to_the_steps(monkeypatch):
     assert not calls
 
 
-@pytest.mark.parametrize("axes", [{"fsdp": 4}, {"fsdp": 2, "tensor": 2}, {"context": 2, "data": 2}])
+@pytest.mark.parametrize(
+    "axes",
+    [
+        pytest.param({"fsdp": 4}, marks=pytest.mark.thorough),
+        {"fsdp": 2, "tensor": 2},
+        pytest.param({"context": 2, "data": 2}, marks=pytest.mark.slow),
+    ],
+)
 def test_heads_on_several_devices(monkeypatch, axes):
     """Devices rotate their own heads, as on Hopper GPUs; the GPU kernel declines here."""
     alone = step(make(qk_norm="head"), B=4, T=64)

@@ -13,7 +13,9 @@ from jaxtrain.layers.fused_linear import MIN_VECTORS, fuse_kernels, fused_produc
 from jaxtrain.layers.linear import LayerInit, Linear
 
 
-@pytest.mark.parametrize("num_vectors", [MIN_VECTORS // 2, MIN_VECTORS])
+@pytest.mark.parametrize(
+    "num_vectors", [pytest.param(MIN_VECTORS // 2, marks=pytest.mark.slow), MIN_VECTORS]
+)
 def test_several_products_with_their_gradients(num_vectors):
     q, k, v = (
         Linear(24, n, axes=("embed", "heads"), use_bias=bias, init=LayerInit(nnx.Rngs(n), 1.0))

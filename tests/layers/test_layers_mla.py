@@ -73,7 +73,13 @@ def read_and_go_on(layer, both_sides: bool = False):
     return decode(layer, x[:, 9:], state, Decoding(start, end, end if both_sides else None))
 
 
-@pytest.mark.parametrize("how", ["plain", "int8", "nf4_lora", "lora", "dora", "both_sides"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        *("plain", "lora", "both_sides"),
+        *(pytest.param(how, marks=pytest.mark.slow) for how in ("int8", "nf4_lora", "dora")),
+    ],
+)
 def test_absorbed_is_expanded(how, monkeypatch):
     layer = store(make_layer(), how)
     go_on = functools.partial(read_and_go_on, both_sides=how == "both_sides")

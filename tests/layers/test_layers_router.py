@@ -63,7 +63,8 @@ def draw_options(rng):
     return routing, bias, scale
 
 
-@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("count", [40, pytest.param(300, marks=pytest.mark.thorough)])
 def test_choose_equals_a_loop(count):
     rng = np.random.default_rng(0)
     with jax.enable_x64(True):

@@ -155,7 +155,13 @@ def test_keys_kept_draw_what_whole_forests_draw():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["mistral", "qwen3_5", "mixtral", "gemma4_per_layer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("mistral", "qwen3_5"),
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("mixtral", "gemma4_per_layer")),
+    ],
+)
 def test_other_families(name):
     """Windows, recurrent layers (which read the forest anew), experts, keys of other layers."""
     assert make(name).keeps_packed == (name != "qwen3_5")

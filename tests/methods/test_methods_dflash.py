@@ -66,7 +66,11 @@ def test_microsteps_are_one_batch(single_device):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
-    [{"fsdp": 2, "tensor": 2}, {"fsdp": 2, "context": 2}, {"data": 2, "tensor": 2}],
+    [
+        {"fsdp": 2, "tensor": 2},
+        pytest.param({"fsdp": 2, "context": 2}, marks=pytest.mark.thorough),
+        pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.thorough),
+    ],
     ids="_".join,
 )
 def test_meshes_are_one_device(single_device, axes):
@@ -75,7 +79,9 @@ def test_meshes_are_one_device(single_device, axes):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("weighting", ["dpace", "continuation-value-only"])
+@pytest.mark.parametrize(
+    "weighting", ["dpace", pytest.param("continuation-value-only", marks=pytest.mark.thorough)]
+)
 def test_other_weightings_are_exact_under_microsteps(weighting):
     task = {**TABLE["task"], "weighting": weighting}
     check_same(update(make(task=task), 2), update(make(task=task)), 3e-6)

@@ -113,7 +113,7 @@ class Live:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", REFRESH)
+@pytest.mark.parametrize("kind", ["dflash", pytest.param("eagle3", marks=pytest.mark.thorough)])
 def test_a_refresh_is_a_step_on_each_answer_by_itself(folders, kind):
     """Its gradient is that of a run which trains the draft on the same answers as documents: with
     so many blocks nothing is left to chance, and answers part before what is drawn."""
@@ -197,7 +197,7 @@ def read_numbers(folder) -> list[dict]:
     return [{k: v for k, v in line.items() if not any(c in k for c in CLOCKS)} for line in lines]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_resumed_run_refreshes_as_the_run_that_was_never_stopped(folders, tmp_path):
     """The draft's weights and optimizer state are in the checkpoint, so the draft guesses and
     learns on as it would have."""
@@ -264,6 +264,7 @@ def test_conflicts_are_named(tmp_path, words, expected):
         load_config(str(path), words)
 
 
+@pytest.mark.slow
 def test_a_draft_of_another_kind_is_refused(folders, tmp_path, capsys):
     path = tmp_path / "rl.toml"
     path.write_text(CONFIG)

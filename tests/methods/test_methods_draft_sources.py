@@ -110,7 +110,7 @@ QUANTIZED = ("adapter", "task.target")
 AHEAD = ('task.target.source="ahead"', "task.target.queue=1")
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_states_from_other_devices_train_the_same(folder, from_step, monkeypatch, capsys):
     """Two run the target, two train; no more states lie about than the queue and two steps hold."""
     most, fill = 0, OtherDevices.fill
@@ -180,6 +180,7 @@ def test_an_interrupted_capture_goes_on_to_the_same_bytes(folder, states, monkey
         assert path.read_bytes() == second.read_bytes(), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides, message",
     [

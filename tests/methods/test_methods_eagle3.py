@@ -126,8 +126,8 @@ def trained(lengths, seed=3):
 
 KINDS = [
     SoftTargets(chunk=7),
-    pytest.param(SoftTargets("alpha", chunk=7), marks=pytest.mark.slow),
-    pytest.param(SoftTargets("lambda", 0.8, 2.0, chunk=7), marks=pytest.mark.slow),
+    pytest.param(SoftTargets("alpha", chunk=7), marks=pytest.mark.thorough),
+    pytest.param(SoftTargets("lambda", 0.8, 2.0, chunk=7), marks=pytest.mark.thorough),
 ]
 
 
@@ -250,6 +250,7 @@ def test_tree_equals_its_branches(draft_pair):
         assert labeled.denoms[COMPONENT] == sum(map(np.sum, weights))
 
 
+@pytest.mark.slow
 def test_proposals_are_the_training_forward(draft_pair):
     """Rows of different length, read in two pieces: each guess is the likeliest token of the
     unroll's row, over a text that goes on with the guesses before it."""

@@ -251,12 +251,15 @@ def read(folder):
     "words",
     [
         [],
-        [
-            "adapter.kind=lora",
-            "rollout.mode=async",
-            "rollout.devices=2",
-            "task.features.whitening=true",
-        ],
+        pytest.param(
+            [
+                "adapter.kind=lora",
+                "rollout.mode=async",
+                "rollout.devices=2",
+                "task.features.whitening=true",
+            ],
+            marks=pytest.mark.thorough,
+        ),
         [
             "task.num_minibatches=2",
             "rollout.streaming=true",

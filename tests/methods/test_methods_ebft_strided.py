@@ -77,7 +77,10 @@ def test_microsteps_are_one_batch(single_device):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "axes",
-    [{"fsdp": 2, "tensor": 2}, {"data": 2, "context": 2}],
+    [
+        pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.thorough),
+        {"data": 2, "context": 2},
+    ],
     ids="_".join,
 )
 def test_meshes_are_one_device(single_device, axes):

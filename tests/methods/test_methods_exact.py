@@ -32,6 +32,7 @@ def check(lines, updates=1):
             assert line["sampling/sampling_logp_difference/max"] == 0.0
 
 
+@pytest.mark.slow
 def test_every_round_begins_at_the_samplers_log_probs(config, tmp_path, monkeypatch, capsys):
     """Two updates a round, so that the fast path would score the policy before the first one."""
     monkeypatch.setattr(scorer, "make_logp", None)
@@ -51,7 +52,11 @@ def test_every_round_begins_at_the_samplers_log_probs(config, tmp_path, monkeypa
         pytest.param(
             ["adapter.kind=lora", "adapter.rank=4", "model.compute_dtype=bfloat16"], id="lora"
         ),
-        pytest.param(["task.share_prompts=false", "rollout.max_batch=5"], id="flat rows"),
+        pytest.param(
+            ["task.share_prompts=false", "rollout.max_batch=5"],
+            id="flat rows",
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_every_round_is_exact_with(config, tmp_path, words):
@@ -60,7 +65,7 @@ def test_every_round_is_exact_with(config, tmp_path, words):
     check(lines)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_resumed_run_is_exact_as_users_compile_it(config, tmp_path):
     """Compiled with XLA's optimizations, which other tests leave out."""
     before = jax.config.read("jax_disable_most_optimizations")

@@ -41,7 +41,12 @@ def draw_groups():
 
 @pytest.mark.parametrize(
     ("method", "share"),
-    [("last_token", True), ("completion_mean", False), ("mean_pooling", True), ("concat", True)],
+    [
+        pytest.param("last_token", True, marks=pytest.mark.slow),
+        pytest.param("completion_mean", False, marks=pytest.mark.slow),
+        pytest.param("mean_pooling", True, marks=pytest.mark.slow),
+        ("concat", True),
+    ],
 )
 def test_a_branch_has_the_features_of_its_sequence_alone(model, method, share):
     """float32 sums in other orders: 1e-4 of features of size 10."""

@@ -151,9 +151,9 @@ def loss_and_gradient(labeled, objective):
     ("average", "make"),
     [
         ("token", make_groups),
-        pytest.param("sequence", make_groups, marks=pytest.mark.slow),
-        pytest.param("constant", make_groups, marks=pytest.mark.slow),
-        ("sequence", make_rewritten_groups),
+        pytest.param("sequence", make_groups, marks=pytest.mark.thorough),
+        pytest.param("constant", make_groups, marks=pytest.mark.thorough),
+        pytest.param("sequence", make_rewritten_groups, marks=pytest.mark.slow),
     ],
 )
 def test_a_group_tree_is_its_flat_rows(average, make):

@@ -68,7 +68,7 @@ def tell(folder, fault):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["raise", "zero"])
+@pytest.mark.parametrize("fault", ["raise", pytest.param("zero", marks=pytest.mark.thorough)])
 def test_what_persists_ends_the_run_saved_and_named(config, full_run, tmp_path, capsys, fault):
     folder = tmp_path / "run"
     tell(folder, fault)
@@ -94,7 +94,7 @@ def test_what_persists_ends_the_run_saved_and_named(config, full_run, tmp_path, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("fault", ["hang", "block"])
+@pytest.mark.parametrize("fault", ["hang", pytest.param("block", marks=pytest.mark.thorough)])
 def test_a_signal_ends_a_hanging_episode_and_saves(config, full_run, tmp_path, capsys, fault):
     folder = tmp_path / "run"
     tell(folder, fault)

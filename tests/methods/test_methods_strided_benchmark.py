@@ -47,7 +47,7 @@ def fill(policy, model) -> None:
         put(block.k_norm.weight, *one("attention.k_norm.scale"))
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_pytorch_does_the_same_work(benchmarks):
     """Greedy draws both ways; rewards, advantages, loss and the embedding's gradient on the same
     random tokens in the blocks."""

@@ -178,7 +178,7 @@ def on_mesh(task, count, **sizes):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_microsteps_and_meshes_change_nothing(opened):
     """A step of 4 rows on one device, 4 times 1 row, 4 devices: the same loss and gradients."""
     task, _, weights, batch = opened

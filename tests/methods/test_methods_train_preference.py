@@ -168,7 +168,7 @@ def assert_same(actual, expected):
     ("kind", "model"),
     [
         ("pairs", "two tokens"),
-        ("labels", "two tokens"),
+        pytest.param("labels", "two tokens", marks=pytest.mark.slow),
         pytest.param("pairs", "qwen3", marks=pytest.mark.slow),
     ],
 )
@@ -304,7 +304,10 @@ def test_a_run_goes_on_and_a_kept_reference_is_the_reference(config, tmp_path, c
 @pytest.mark.parametrize(
     "words",
     [
-        ["task.loss=kto", "adapter.kind=lora", "adapter.rank=2", "adapter.quantize=int8"],
+        pytest.param(
+            ["task.loss=kto", "adapter.kind=lora", "adapter.rank=2", "adapter.quantize=int8"],
+            marks=pytest.mark.thorough,
+        ),
         ["task.reference=mixed", "task.reference_every=1", "task.ld_alpha=0.5"],
         ["task.loss=aot", "task.share_prompts=false", "parallel.fsdp=2", "parallel.context=2"],
     ],

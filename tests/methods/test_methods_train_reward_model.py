@@ -107,6 +107,7 @@ def test_held_out_accuracy_rises_and_what_is_dropped_is_counted(pairs):
     assert max(line.get("data/dropped/prompt_too_long", 0) for line in lines) >= 1
 
 
+@pytest.mark.slow
 def test_score_writes_what_the_exported_model_says_and_keeps_files(pairs, tmp_path, capsys):
     folder, run = pairs
     rows = [

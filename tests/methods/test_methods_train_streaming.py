@@ -110,7 +110,7 @@ def test_what_needs_the_whole_round_is_refused(config, tmp_path, capsys, words, 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["prefetch", "async"])
+@pytest.mark.parametrize("mode", [pytest.param("prefetch", marks=pytest.mark.thorough), "async"])
 def test_streaming_goes_with_drawing_ahead(config, tmp_path, mode):
     words = (f"rollout.mode={mode}", "rollout.max_lag=2", "run.max_steps=12")
     lines = run(config, tmp_path / "run", {3: 1, 9: 3, 14: 5}, *words)

@@ -121,6 +121,7 @@ def test_kto(trl, folder, tmp_path):
     compare(actual_values, reference, [*SIDES, "kl"])
 
 
+@pytest.mark.thorough
 def test_orpo(trl, folder, tmp_path):
     task = {"kind": "preference", "loss": "orpo", "beta": 0.5}
     actual_values = of_us(folder / "lm", make_pairs(), task, tmp_path)

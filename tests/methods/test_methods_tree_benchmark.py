@@ -43,7 +43,7 @@ def test_the_full_work_is_the_agent_tree_of_the_recorded_peers(benchmark):
     assert totals[3] == mask.sum()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_small_size_runs_and_writes_table_json_and_plot(benchmark, tmp_path, monkeypatch):
     monkeypatch.setattr(benchmark, "WARM_UP", 1)
     monkeypatch.setattr(benchmark, "TIMED", 3)

@@ -244,9 +244,9 @@ RANDOM = settings(
     "name, impl",
     [
         ("qwen3", "xla"),
-        ("mistral", "xla"),
+        pytest.param("mistral", "xla", marks=pytest.mark.slow),
         ("mistral", "reference"),
-        pytest.param("qwen3", "reference", marks=pytest.mark.slow),
+        pytest.param("qwen3", "reference", marks=pytest.mark.thorough),
     ],
 )
 @settings(RANDOM, max_examples=20)
@@ -257,7 +257,12 @@ def test_random_forests_equal_their_branches(name, impl, forest):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name, impl", [*((name, "xla") for name in MODELS), ("mistral", "reference")]
+    "name, impl",
+    [
+        *(("qwen3", "xla"), ("qwen3_moe", "xla")),
+        *(pytest.param(n, "xla", marks=pytest.mark.thorough) for n in ("qwen2", "mistral")),
+        pytest.param("mistral", "reference", marks=pytest.mark.thorough),
+    ],
 )
 @settings(RANDOM, max_examples=100)
 @given(forest=FORESTS)

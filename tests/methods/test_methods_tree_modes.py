@@ -93,7 +93,11 @@ def assert_same_step(first, right, tolerance):
         assert np.abs(first[1][path] - grad).max() <= tolerance * np.abs(grad).max(), path
 
 
-@pytest.mark.parametrize("turns_of_each", [(2, 2), (1, 3)], ids=["same_k", "other_k"])
+@pytest.mark.parametrize(
+    "turns_of_each",
+    [pytest.param((2, 2), marks=pytest.mark.slow), (1, 3)],
+    ids=["same_k", "other_k"],
+)
 def test_grouped_branches_are_the_tree(turns_of_each):
     """K is 3 and 3, or 2 and 4; grouped accumulates branch by branch, so memory is one branch."""
     tree, grouped = one_step("tree", turns_of_each), one_step("grouped", turns_of_each)
@@ -171,14 +175,15 @@ def train(mode: str, steps: int, num_rows: int) -> np.ndarray:
     return np.array(losses, np.float64)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_100_steps_of_the_tree_and_of_its_branches_stay_together():
     """float32: a mean of about 170 losses rounds to 1e-7; 1e-6 allows the drift of 100 updates."""
     tree, branches = train("tree", 100, 1000), train("per_branch", 100, 1000)
     assert (np.abs(tree - branches) / branches).max() <= 1e-6
 
 
-@pytest.mark.parametrize("mode", [pytest.param("current_rl", marks=pytest.mark.slow), "flat"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", [pytest.param("current_rl", marks=pytest.mark.thorough), "flat"])
 def test_flat_baselines_train_on_the_same_data_and_differ(mode):
     """Four trajectories seen over and over: every mode learns them, by its own objective."""
     tree, flat = train("tree", 40, 4), train(mode, 40, 4)

@@ -89,7 +89,7 @@ def write_rows(folder, kind, colors):
             file.write(json.dumps(row) + "\n")
 
 
-@pytest.mark.parametrize("kind", ["sft", "preference"])
+@pytest.mark.parametrize("kind", ["sft", pytest.param("preference", marks=pytest.mark.thorough)])
 def test_a_run_reads_pixels(kind, tmp_path):
     """Texts, sizes and so tokens are the same; the picture alone says which answer is right."""
     (tmp_path / "smolvlm.jinja").write_text(TEMPLATE)
@@ -103,6 +103,7 @@ def test_a_run_reads_pixels(kind, tmp_path):
     assert gray[2] != losses[2] and gray[3] != losses[3]
 
 
+@pytest.mark.thorough
 def test_a_folder_of_qwen_trains_on_pictures(tmp_path):
     """The folder comes from a run on text, its image processor's settings from outside."""
     (tmp_path / "qwen.jinja").write_text(QWEN_TEMPLATE)

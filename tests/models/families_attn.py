@@ -110,7 +110,7 @@ FAMILIES = {
     },
     "glm4": {"model_type": "glm4", "head_dim": 16, "pad_token_id": 0, **EPS},
 }
-DEFAULT = {"olmo3", "ministral3"}
+CHOSEN = {"olmo3", "ministral3", "phi3"}
 DECODED = {"olmo3", "ministral3"}
 SHARDED = {
     "olmo3": [{"tensor": 2, "fsdp": 2}, {"context": 2, "tensor": 2}],

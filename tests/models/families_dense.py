@@ -93,4 +93,4 @@ FAMILIES = {
     },
     "hyperclovax": {"model_type": "hyperclovax", **GRANITE},
 }
-DEFAULT = {"cohere2"}
+CHOSEN = {"cohere2", "glm4", "granite", "smollm3", "starcoder2"}

@@ -135,6 +135,7 @@ FAMILIES = {
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
 }
+CHOSEN = {"lfm2_moe", "minimax_m2"}
 DECODED = {"lfm2_moe"}
 SHARDED = {  # GLM's router is DeepSeek's, which families_mla.py has
     "lfm2_moe": [{"context": 2, "tensor": 2}],

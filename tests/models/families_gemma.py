@@ -60,7 +60,7 @@ FAMILIES = {
     "gemma3": GEMMA3,
     "gemma3_softcap": {**GEMMA3, "final_logit_softcapping": 2.0, "attention_bias": True},
 }
-DEFAULT = {"gemma4_per_layer"}
+CHOSEN = {"gemma4_per_layer", "gemma3"}
 DECODED = {"gemma4_per_layer"}
 SHARDED = {
     "gemma4_moe": [{"expert": 2, "tensor": 2}],

@@ -100,4 +100,5 @@ FAMILIES = {
     },
 }
 DEFAULT = {"deepseek_v3"}
+CHOSEN = {"deepseek_v32"}
 SHARDED = {"deepseek_v3": [{"tensor": 2, "fsdp": 2}, {"expert": 2, "context": 2}]}

@@ -4,8 +4,9 @@ from tiny_models import HYBRID, MAMBA, RAW
 
 FAMILIES = {name: {"intermediate_size": None, **raw} for name, raw in RAW.items()}
 DEFAULT = {
-    *("qwen3_yarn", "qwen2_window", "llama"),
+    *("qwen2_window", "llama"),
     *("qwen3_moe", "qwen3_5", "nemotron_h_moe"),
 }
+CHOSEN = {"qwen3_yarn", "qwen2_moe", "mixtral"}
 LONG = {*HYBRID, *MAMBA}
 DECODED = {"nemotron_h_moe", "granitemoehybrid"}

@@ -101,6 +101,7 @@ def test_save_in_a_chosen_dtype(tmp_path):
     assert {array.dtype for array in actual.values()} == {np.dtype(ml_dtypes.bfloat16)}
 
 
+@pytest.mark.slow
 def test_what_is_wide_stays_wide(tmp_path):
     """A bias that moves the choice of experts: steps of a bfloat16 near 5 are 0.03."""
     config = families.config_from_hf({**SIZES, **EXPERTS["glm4_moe"]})
@@ -116,7 +117,9 @@ def test_what_is_wide_stays_wide(tmp_path):
     assert (low.stack.block.mlp.router.choice_bias[...] == np.float32(5.001)).all()
 
 
-@pytest.mark.parametrize("sizes", MESHES[:2], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [pytest.param(MESHES[0], marks=pytest.mark.slow), MESHES[1]], ids=str
+)
 def test_sharded_load_init_save_equal_one_device(sizes, tmp_path):
     name = "qwen3_yarn"
     tensors = write_checkpoint(tmp_path / "in", name)
@@ -177,7 +180,12 @@ def one_device():
 
 @pytest.mark.parametrize(
     "sizes",
-    [*MESHES[:2], *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in MESHES[2:])],
+    [
+        pytest.param(MESHES[0], marks=pytest.mark.thorough),
+        MESHES[1],
+        pytest.param(MESHES[2], marks=pytest.mark.thorough),
+        pytest.param(MESHES[3], marks=pytest.mark.slow),
+    ],
     ids=str,
 )
 def test_sharded_gradients_equal_one_device(sizes, one_device):

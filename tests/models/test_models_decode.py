@@ -10,8 +10,8 @@ from tiny_models import RAW, check_decoding
         pytest.param("qwen3", True, True, marks=pytest.mark.slow),
         ("qwen2_window", False, False),
         ("mistral", True, False),  # a ring of 5 slots, which a piece of a prompt fills and more
-        pytest.param("qwen3_moe_mixed", True, True, marks=pytest.mark.slow),
-        ("qwen3_5", True, True),
+        pytest.param("qwen3_moe_mixed", True, True, marks=pytest.mark.thorough),
+        pytest.param("qwen3_5", True, True, marks=pytest.mark.slow),
     ],
 )
 def test_prefill_and_steps_equal_full_forward(name, scan, apart):

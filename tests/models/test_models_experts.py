@@ -14,8 +14,8 @@ from jaxtrain.models import build, families
 
 MESHES = [
     pytest.param({"expert": 2, "tensor": 2}, marks=pytest.mark.slow),
-    pytest.param({"fsdp": 2, "expert": 2}, marks=pytest.mark.slow),
-    pytest.param({"expert": 4}, marks=pytest.mark.slow),
+    pytest.param({"fsdp": 2, "expert": 2}, marks=pytest.mark.thorough),
+    pytest.param({"expert": 4}, marks=pytest.mark.thorough),
 ]
 
 

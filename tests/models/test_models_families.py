@@ -40,6 +40,8 @@ FAMILIES = {
 """A value None in a config takes out what SIZES has."""
 DEFAULT = {name for m in MODULES for name in getattr(m, "DEFAULT", ())}
 """Families in the quick tests: one of each kind of attention, state and mixture of experts."""
+CHOSEN = {name for m in MODULES for name in getattr(m, "CHOSEN", ())}
+"""Families in the slow tests: one of what no DEFAULT has; all others are in the thorough tests."""
 DECODED = {name for m in MODULES for name in getattr(m, "DECODED", ())}
 """Those whose caches are not like those of others."""
 SHARDED = {name: sizes for m in MODULES for name, sizes in getattr(m, "SHARDED", {}).items()}
@@ -52,8 +54,18 @@ CHOICE_BIASES = ("e_score_correction_bias", "expert_bias")
 """Mostly negative, so that a candidate of a closed group would win if it were at 0."""
 
 
-def cases(names):
-    return [pytest.param(n, marks=() if n in DEFAULT else pytest.mark.slow) for n in sorted(names)]
+def cases(names, quick=(), slow=()):
+    return [
+        pytest.param(
+            name,
+            marks=()
+            if name in quick
+            else pytest.mark.slow
+            if name in slow
+            else pytest.mark.thorough,
+        )
+        for name in sorted(names)
+    ]
 
 
 def make_batch(name) -> tuple[Batch, list[tuple[int, np.ndarray, int]]]:
@@ -146,7 +158,7 @@ def test_no_family_is_left_out():
         assert local_result & {config.model_type, getattr(config, "text_type", "")}, name
 
 
-@pytest.mark.parametrize("name", cases(FAMILIES))
+@pytest.mark.parametrize("name", cases(FAMILIES, DEFAULT, CHOSEN))
 def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     reference = make_torch(FAMILIES[name])
     reference.save_pretrained(tmp_path / "theirs")
@@ -226,15 +238,13 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
         )
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(DECODED))
+@pytest.mark.parametrize("name", cases(DECODED, slow=["nemotron_h_moe"]))
 def test_prefill_and_steps_equal_full_forward(name):
     """Prompts of several lengths in one batch, and rows that pause."""
     check_decoding(FAMILIES[name])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(SHARDED))
+@pytest.mark.parametrize("name", cases(SHARDED, slow=["gpt_oss_plain", "ministral3"]))
 def test_sharded_gradients_equal_one_device(name):
     """In float64, so that nothing but the order of sums differs."""
     with jax.enable_x64(True):

@@ -84,7 +84,19 @@ def read(folder, name):
     return np.asarray(files.fetch(name, full_index(files.tensors[name].shape)), np.float32)
 
 
-@pytest.mark.parametrize("architecture", FAMILIES)
+TIERS = {
+    "Qwen2ForCausalLM": pytest.mark.slow,
+    "Gemma3ForCausalLM": pytest.mark.slow,
+    "Gemma2ForCausalLM": pytest.mark.thorough,
+    "MistralForCausalLM": pytest.mark.thorough,
+    "Phi3ForCausalLM": pytest.mark.thorough,
+    "SmolLM3ForCausalLM": pytest.mark.thorough,
+}
+
+
+@pytest.mark.parametrize(
+    "architecture", [pytest.param(n, marks=TIERS.get(n, ())) for n in FAMILIES]
+)
 def test_written_and_read_back(tmp_path, architecture):
     config = make(tmp_path / "model", architecture)
     tokenizer = load_tokenizer(str(tmp_path / "model"))
@@ -127,7 +139,10 @@ def test_types_stay_within_their_error(tmp_path, kind):
     assert types["blk.1.attn_norm.weight"] == "F32"
 
 
-@pytest.mark.parametrize("architecture", ["LlamaForCausalLM", "Qwen3MoeForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture",
+    ["LlamaForCausalLM", pytest.param("Qwen3MoeForCausalLM", marks=pytest.mark.slow)],
+)
 def test_transformers_reads_the_same_weights(tmp_path, architecture):
     """Its reader of GGUF is independent of ours."""
     pytest.importorskip("torch", reason="transformers reads GGUF with torch")
@@ -173,6 +188,7 @@ def test_an_adapter_names_a_base_that_peft_opens(tmp_path):
         find_folder(str(base), weights=True)
 
 
+@pytest.mark.slow
 def test_a_run_by_the_command(tmp_path, capsys):
     """A run's checkpoint in RUN/model-q4_k.gguf, within the format's error; nothing overwritten."""
     sizes = ("vocab_size = 512", "hidden_size = 256", "intermediate_size = 256")

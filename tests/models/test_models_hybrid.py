@@ -49,6 +49,7 @@ def check_forests(forest):
     trees.check_forest("qwen3_5", "xla", forest)
 
 
+@pytest.mark.slow
 def test_packed_trees_and_documents_equal_their_branches_alone():
     """Logits, loss and every gradient in float64; nodes of 1 to 4 tokens, so that a convolution of
     4 reaches over several."""
@@ -61,7 +62,7 @@ def test_any_forests_equal_their_branches_alone():
     check_forests()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_trees_of_a_model_with_experts_equal_their_branches_alone():
     trees.check_forest("qwen3_next", "xla", trees.FIXED["k_of_4_beside_k_of_1"])
 
@@ -220,9 +221,9 @@ def one_device():
 @pytest.mark.parametrize(
     "sizes",
     [
-        pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.thorough),
         pytest.param({"context": 2, "fsdp": 2}, marks=pytest.mark.slow),
-        pytest.param({"tensor": 4}, marks=pytest.mark.slow),  # more than there are key heads
+        pytest.param({"tensor": 4}, marks=pytest.mark.thorough),  # more than there are key heads
     ],
     ids=str,
 )

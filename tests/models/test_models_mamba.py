@@ -50,11 +50,12 @@ def mamba_models(monkeypatch):
         monkeypatch.setitem(trees.MODELS, name, RAW[name] | {"vocab_size": trees.VOCABULARY})
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name",
     [
         "mamba",
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("nemotron_h", "granitemoehybrid")),
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("nemotron_h", "granitemoehybrid")),
     ],
 )
 def test_packed_trees_and_documents_equal_their_branches_alone(name):
@@ -95,7 +96,7 @@ def write_folder(folder, name, prefix=None):
     ("name", "prefix"),
     [
         ("nemotron_h_moe", "model."),
-        ("granitemoehybrid", None),
+        pytest.param("granitemoehybrid", None, marks=pytest.mark.slow),
         pytest.param("nemotron_h", "backbone.", marks=pytest.mark.slow),
         pytest.param("granitemoehybrid_dense", None, marks=pytest.mark.slow),
     ],
@@ -240,7 +241,7 @@ def test_a_norm_of_groups_is_behind_its_gate():
     [
         ("nemotron_h", {"tensor": 2, "fsdp": 2}),
         ("nemotron_h_moe", {"tensor": 2, "context": 2}),  # one group, which four devices share
-        ("granitemoehybrid", {"context": 2, "expert": 2}),
+        pytest.param("granitemoehybrid", {"context": 2, "expert": 2}, marks=pytest.mark.thorough),
     ],
     ids=str,
 )

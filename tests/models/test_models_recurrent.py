@@ -41,6 +41,7 @@ def check_forests(forest):
     trees.check_forest("toy", "xla", forest)
 
 
+@pytest.mark.slow
 def test_packed_trees_and_documents_equal_their_branches_alone():
     """Logits, loss and gradients in float64; two trees in a row, chains among them."""
     trees.check_forest("toy", "xla", trees.FIXED["k_of_4_beside_k_of_1"])
@@ -66,7 +67,11 @@ def test_prefill_and_steps_equal_full_forward():
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "raw",
-    [TOY, RAW["mistral"], pytest.param(RAW["qwen3_5"], marks=pytest.mark.slow)],
+    [
+        pytest.param(TOY, marks=pytest.mark.thorough),
+        pytest.param(RAW["mistral"], marks=pytest.mark.thorough),
+        RAW["qwen3_5"],
+    ],
     ids=["toy", "mistral", "hybrid"],
 )
 def test_the_sampler_draws_what_the_full_forward_says(raw):

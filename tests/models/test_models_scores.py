@@ -64,11 +64,11 @@ def slow(*values):
     ("name", "head"),
     [
         ("qwen3", SEQUENCE),
-        ("llama", TOKEN),
+        slow("llama", TOKEN),
         slow("mixtral", SEQUENCE),
-        slow("qwen3_moe_mixed", TOKEN),
+        pytest.param("qwen3_moe_mixed", TOKEN, marks=pytest.mark.thorough),
         slow("qwen3_5", SEQUENCE),
-        slow("qwen3_next", TOKEN),
+        pytest.param("qwen3_next", TOKEN, marks=pytest.mark.thorough),
     ],
 )
 def test_transformers_scores_what_we_write(name, head, tmp_path):

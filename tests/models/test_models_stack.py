@@ -109,7 +109,13 @@ def test_segments_compile_the_fewest_layers(kinds, segments):
     assert find_segments(tuple(LayerSpec(kind) for kind in kinds)) == tuple(segments)
 
 
-@pytest.mark.parametrize("name", ["qwen3", "qwen2_window", "llama", "qwen3_moe"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("qwen2_window", "qwen3_moe"),
+        *(pytest.param(n, marks=pytest.mark.thorough) for n in ("qwen3", "llama")),
+    ],
+)
 def test_packed_equals_alone(name, x64):
     config = families.config_from_hf(RAW[name])
     model = build.init(config, 0, param_dtype="float64", dtype="float64")
@@ -179,7 +185,12 @@ def test_bfloat16_compute_keeps_float32_masters():
 
 
 @pytest.mark.parametrize(
-    "name, layers", [("qwen3", (2, 0)), ("qwen2_window", (1,)), ("qwen2_window", (3, 2))]
+    "name, layers",
+    [
+        ("qwen3", (2, 0)),
+        pytest.param("qwen2_window", (1,), marks=pytest.mark.slow),
+        ("qwen2_window", (3, 2)),
+    ],
 )
 def test_no_layer_behind_the_last_captured_one_is_run(name, layers):
     raw = {**RAW[name], "num_hidden_layers": 5, "max_window_layers": 2}
@@ -213,7 +224,7 @@ def test_a_model_to_decode_with_has_its_kernels_joined():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scan", [True, False])
+@pytest.mark.parametrize("scan", [True, pytest.param(False, marks=pytest.mark.thorough)])
 def test_kernels_that_training_rounds_lie_side_by_side(scan, monkeypatch):
     """Loss and gradients are those of kernels apart, and the masters' gradients stay their own."""
     config, batch = families.config_from_hf(RAW["qwen3"]), pack([documents(0, 11, 6)], 20)

@@ -58,9 +58,9 @@ def plain():
     "placed",
     [
         {"devices": slice(2, 4), "fsdp": 1, "expert": 2},
-        pytest.param({}, marks=pytest.mark.slow),
-        pytest.param({"devices": slice(2, 4)}, marks=pytest.mark.slow),
-        pytest.param({"devices": slice(0, 4), "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({}, marks=pytest.mark.thorough),
+        pytest.param({"devices": slice(2, 4)}, marks=pytest.mark.thorough),
+        pytest.param({"devices": slice(0, 4), "tensor": 2}, marks=pytest.mark.thorough),
     ],
 )
 def test_states_are_those_of_the_forward_pass_on_any_devices(plain, placed):

@@ -27,11 +27,12 @@ def toy(monkeypatch):
     [
         (RAW["qwen3"], True),
         (RAW["mistral"], False),  # rings of 5 slots, of which a trial of 4 takes most
-        ({**SIZES, **TOY}, True),  # recurrent layers between rings
+        # Recurrent layers between rings.
+        pytest.param({**SIZES, **TOY}, True, marks=pytest.mark.slow),
         pytest.param(RAW["qwen3_5"], True, marks=pytest.mark.slow),
-        pytest.param(RAW["nemotron_h_moe"], True, marks=pytest.mark.slow),
-        pytest.param({**SIZES, **EXPERTS["lfm2_moe"]}, True, marks=pytest.mark.slow),
-        pytest.param({**SIZES, **GEMMA["gemma4_per_layer"]}, False, marks=pytest.mark.slow),
+        pytest.param(RAW["nemotron_h_moe"], True, marks=pytest.mark.thorough),
+        pytest.param({**SIZES, **EXPERTS["lfm2_moe"]}, True, marks=pytest.mark.thorough),
+        pytest.param({**SIZES, **GEMMA["gemma4_per_layer"]}, False, marks=pytest.mark.thorough),
     ],
     ids=["attention", "rings", "recurrent", "hybrid", "mamba", "convolutions", "shared_keys"],
 )

@@ -104,6 +104,7 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
             assert relative_error(grads[path], grad) < 1e-5, path
 
 
+@pytest.mark.slow
 def test_text_alone_runs_no_tower():
     config = families.config_from_hf(VISION["smolvlm"])
     model = build.init(config, 0)
@@ -117,7 +118,7 @@ def test_text_alone_runs_no_tower():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["smolvlm", "qwen3_vl"])
+@pytest.mark.parametrize("name", [pytest.param("smolvlm", marks=pytest.mark.thorough), "qwen3_vl"])
 def test_branches_packed_and_alone_are_equal_on_every_mesh(name):
     """In float64, so that nothing but the order of sums differs; scanned and layer by layer."""
     raw = VISION[name]

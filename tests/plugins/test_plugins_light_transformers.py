@@ -63,6 +63,7 @@ def run(tmp_path):
     return run_program
 
 
+@pytest.mark.slow
 def test_transformers_is_light_until_a_plugin_is_imported(run):
     assert run(PROGRAM) == [
         "False",

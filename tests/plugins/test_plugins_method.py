@@ -59,6 +59,7 @@ def run(config):
     return folder
 
 
+@pytest.mark.slow
 def test_it_trains_with_its_own_rows_loss_and_preparation(run):
     steps, evaluations = read(run)
     assert steps[6]["loss"] < steps[1]["loss"]
@@ -86,6 +87,7 @@ def test_only_the_student_is_saved_and_a_resumed_run_is_the_same(config, run, tm
         np.testing.assert_array_equal(actual_values[path], value)
 
 
+@pytest.mark.slow
 def test_it_is_exported_and_evaluated_its_own_way(run, tmp_path, capsys):
     assert json.loads((run / "model" / "followed.json").read_text())["layers"] == [0, 1]
     assert main(["export", str(run), "--output", str(tmp_path / "out")]) == 0

@@ -49,7 +49,7 @@ FILES = st.fixed_dictionaries(
 )
 
 
-@pytest.mark.slow  # a whole dashboard for each example
+@pytest.mark.thorough  # a whole dashboard for each example
 @settings(max_examples=6, deadline=None, suppress_health_check=list(HealthCheck))
 @given(FILES)
 def test_any_files_can_be_looked_at(files):

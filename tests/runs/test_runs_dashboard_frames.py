@@ -54,12 +54,13 @@ def draw_frames(folder: Path) -> dict[str, str]:
     return frames
 
 
+@pytest.mark.slow
 def test_frames(tmp_path):
     for name, shown in draw_frames(tmp_path).items():
         assert shown == (FRAMES / f"{name}.txt").read_text(), name
 
 
-@pytest.mark.slow  # 5 to 10 s: many pictures
+@pytest.mark.thorough  # 5 to 10 s: many pictures
 def test_every_size_has_its_picture(tmp_path):
     async def script(watching: Watching) -> None:
         for size, keys in {(20, 5): "1", (47, 11): "enter 2", (240, 20): "enter 3"}.items():
@@ -96,7 +97,7 @@ def test_keys_do_what_the_help_says(tmp_path):
     watch(write_two(tmp_path), script)
 
 
-@pytest.mark.slow  # 5 to 10 s: many pictures
+@pytest.mark.thorough  # 5 to 10 s: many pictures
 def test_any_keys_leave_a_picture(tmp_path):
     keys = (
         "1 2 3 4 5 tab shift+tab up down left right pageup pagedown enter escape plus minus 0 y s x"
@@ -230,6 +231,7 @@ def test_facts_are_json_of_numbers(tmp_path):
     assert json.loads(json.dumps(facts(run), allow_nan=False))["attempt"] == {"loss": None}
 
 
+@pytest.mark.slow
 def test_the_verb_needs_no_jax(tmp_path):
     write_run(tmp_path / "run", steps=90, state="finished")
     code = (

@@ -18,7 +18,7 @@ def script():
     return module
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_page_and_what_was_measured(script):
     rows = list(script.measured())
     assert len(rows) >= 18 and {row["devices"] for row, _ in rows} == {1, 2, 4}

@@ -172,7 +172,9 @@ def test_handlers_are_put_back():
     assert signal.set_wakeup_fd(-1) == -1
 
 
-@pytest.mark.parametrize(("start", "traced"), [(3, [3, 4]), (9, [9]), (None, [])])
+@pytest.mark.parametrize(
+    ("start", "traced"), [(3, [3, 4]), pytest.param(9, [9], marks=pytest.mark.slow), (None, [])]
+)
 def test_profile_window_covers_its_steps(tmp_path, start, traced):
     state, seen = jnp.zeros(3), []
     with ProfileWindow(tmp_path / "profile", start, 2) as window:
