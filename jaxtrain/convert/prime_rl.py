@@ -5,21 +5,29 @@ from typing import Any
 
 from jaxtrain.convert import shared
 from jaxtrain.convert.conversion import Conversion, load_rules
-from jaxtrain.convert.shared import (
-    finish,
-    finish_sampling,
-    listed,
+from jaxtrain.convert.prime_rl_sources import (
+    KEYS_OF_EVALUATION,
+    environment,
+    refills,
+    set_evaluation,
 )
+from jaxtrain.convert.shared import finish, finish_sampling, listed
+from jaxtrain.errors import UserError
 
-SECTIONS = ("orchestrator", "trainer", "inference", "deployment")
-KEYS_OF_SOURCE = (
-    *("id", "args", "name", "env", "taskset", "harness", "runtime", "ratio", "num_tasks", "limit"),
-    *("num_examples", "group_size", "rollouts_per_example", "interval", "sampling"),
+SECTIONS = ("orchestrator", "trainer", "inference", "deployment", "source", "vllm")
+WINDOW = 8192
+"""Tokens of an evaluation's episode beside one answer; there the server's limit bounds it."""
+SERVER = (
+    "[vllm] stands in the file of an inference server, which trains nothing: start `vllm serve`"
+    " with its options, and name the server in rollout.vllm.servers of a run"
 )
-KEYS_OF_EVALUATION = ("source", "select", "skip_first_step", "max_retries", *KEYS_OF_SOURCE)
-TASKS_OF_A_SET = 32
-"""Tasks of an evaluation that there is of all tasks, whose number only the taskset knows."""
-
+METHODS = {
+    "sft": "write the teacher's answers with jaxtrain generate --input, and train on them",
+    "opsd": "a teacher reads what the student reads; see task.kind distillation with task.teacher",
+    "several": "a run has one task; give each algorithm a run over its sources",
+}
+"""Algorithms without a counterpart, and what is nearest here."""
+OWN_METHOD = "task.objective and task.baseline are nearest; a method of your own: docs/extending.md"
 DEFAULTS = {
     "optim.learning_rate": 1e-6,
     "optim.weight_decay": 0.01,
@@ -40,11 +48,17 @@ def detect(table: Mapping[str, Any]) -> bool:
 def convert(table: Mapping[str, Any]) -> Conversion:
     """Their config in ours."""
     table = without_none(table)
-    if "orchestrator" not in table and "train" in table:  # an orchestrator's own file
-        known = RULES["orchestrator"].inner or {}
-        table = {**table, "orchestrator": {k: table[k] for k in table if k in known}}
-        table = {k: v for k, v in table.items() if k not in table["orchestrator"]}
+    if isinstance(table.get("vllm"), Mapping):
+        raise UserError(SERVER)
+    if evaluates := "source" in table:
+        table = as_run(table)
+    if "orchestrator" not in table and "train" in table:
+        table = as_one(table)
+    if renderer := _section(table, "inference").get("renderer"):
+        table = {"renderer": renderer, **table}
     conversion = Conversion(table)
+    if evaluates:
+        conversion.log("jaxtrain eval --config FILE answers eval.sets; nothing trains", "source")
     orchestrator = table.get("orchestrator")
     if drawn := isinstance(orchestrator, Mapping):
         conversion.set("task.kind", "rl")
@@ -60,8 +74,42 @@ def convert(table: Mapping[str, Any]) -> Conversion:
     if not conversion.get("optim.learning_rate"):
         conversion.missed.append(("optim.lr", 0.0, "optim.learning_rate is above 0"))
         conversion.remove("optim.learning_rate")
-    conversion.attempt(_finish_rounds if drawn else _set_data, _set_evaluation, finish)
+    conversion.attempt(_finish_rounds if drawn else _set_data, set_evaluation, finish)
     return conversion
+
+
+def _section(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a table's own table of a name; an empty one where it has none."""
+    value = table.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def as_run(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the file of an evaluation as that of a run over the same sources."""
+    evaluation = {key: table[key] for key in table if key in KEYS_OF_EVALUATION}
+    sampling = _section(evaluation, "sampling")
+    tokens = sampling.get("max_completion_tokens") or sampling.get("max_tokens") or 0
+    train = {"source": table["source"], "sampling": {"max_tokens": tokens}, "group_size": 8}
+    model = {"model": {"name": table["model"]}} if isinstance(table.get("model"), str) else {}
+    return {
+        **{key: value for key, value in table.items() if key not in evaluation},
+        **{"max_steps": 1, "seq_len": WINDOW + tokens, **model},
+        "orchestrator": {"eval": evaluation, "train": train},
+    }
+
+
+def as_one(table: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the files of an orchestrator and its trainer as one of a whole run."""
+    server = ("address", "env") if "address" in table else ()
+    parts: dict[str, dict[str, Any]] = {"orchestrator": {}, "trainer": {}}
+    run: dict[str, Any] = {}
+    for key, value in table.items():
+        rule = RULES.get(key)
+        owners = [name for name in parts if key in (RULES[name].inner or {})]
+        owner = next(iter(owners), None) if rule is None or rule.inner is None else None
+        if key not in server:
+            (parts[owner] if owner else run)[key] = value
+    return {**run, **parts}
 
 
 def without_none(value: Any) -> Any:
@@ -83,7 +131,7 @@ def _finish_rounds(conversion: Conversion) -> None:
     prompts = max(1, batch // group)
     conversion.set("rollout.group_size", group)
     conversion.set("rollout.prompts_per_step", prompts)
-    trainer = (conversion.source.get("trainer") or {}).get("model") or {}
+    trainer = _section(_section(conversion.source, "trainer"), "model")
     lengths = (
         conversion.source.get("seq_len"),
         orchestrator.get("seq_len"),
@@ -104,16 +152,24 @@ def _finish_rounds(conversion: Conversion) -> None:
             conversion.set("rollout.max_lag", next(filter(None, lags)))
     if conversion.get("rollout.engine") != "vllm" and conversion.remove("rollout.vllm"):
         conversion.drop("the sampler in the process has its own limits", "concurrency")
-    _set_algorithm(conversion, orchestrator.get("algo") or {})
     keys = ("source", "env", "environment")
     entries = [e for place in (train, orchestrator) for key in keys for e in listed(place.get(key))]
+    algorithm = train.get("algo") or orchestrator.get("algo") or {}
+    algorithms = [entry.get("algo") or algorithm for entry in entries] or [algorithm]
+    if any(other != algorithms[0] for other in algorithms):
+        algorithms = [{"type": "several"}]
+    if not _set_algorithm(conversion, algorithms[0]):
+        return
+    if entries and all(map(refills, entries)):
+        conversion.set("rollout.zero_advantage", "refill")
+        entries = [{k: v for k, v in entry.items() if k != "curriculum"} for entry in entries]
     datasets = []
     for entry in entries:
         rows = entry.get("num_tasks") or entry.get("num_examples")
         dataset = {"path": "builtin:tasks", "options": {"num_rows": rows or prompts}}
         if entry.get("ratio"):
             dataset["weight"] = entry["ratio"]
-        datasets.append(dataset | {"env": _environment(conversion, entry)})
+        datasets.append(dataset | {"env": environment(conversion, entry)})
     if len(datasets) == 1:
         conversion.set("env", datasets[0].pop("env"))
     conversion.set("data.datasets", datasets or None)
@@ -122,81 +178,11 @@ def _finish_rounds(conversion: Conversion) -> None:
         conversion.log(text, "data.datasets")
 
 
-def _environment(conversion: Conversion, entry: Mapping[str, Any]) -> dict[str, Any]:
-    """Return section env of an environment with its taskset, harness and runtime."""
-    world = {**entry, **(entry.get("env") or {})}
-    taskset = dict(world.get("taskset") or {"id": world.get("id"), **(world.get("args") or {})})
-    verifiers: dict[str, Any] = {"taskset": str(taskset.pop("id", None)).partition("@")[0]}
-    if taskset:
-        verifiers["args"] = taskset
-    agents = {
-        name: value
-        for name, value in world.items()
-        if isinstance(value, Mapping) and name != "env" and {"harness", "runtime"} & set(value)
-    }
-    if "harness" in world:
-        agents["agent"] = {key: world[key] for key in ("harness", "runtime") if key in world}
-    for name, agent in agents.items():
-        more = {key: value for key, value in agent.items() if key not in ("harness", "runtime")}
-        harness = dict(agent.get("harness") or {})
-        runtime = {**(harness.pop("runtime", None) or {}), **(agent.get("runtime") or {})}
-        for key, kind, options in (("harness", "id", harness), ("runtime", "type", runtime)):
-            verifiers[key] = options.get(kind)
-            if set(options) - {kind} or (options and len(agents) > 1):
-                more[key] = options
-        if more:
-            verifiers.setdefault("agents", {})[name] = more
-    for key, value in world.items():
-        if key not in KEYS_OF_SOURCE and key not in agents and value:
-            reason = "here it is that of all environments, or of section env"
-            conversion.missed.append((f"env.{key}", value, reason))
-    verifiers = {key: value for key, value in verifiers.items() if value is not None}
-    return {"kind": "verifiers", "verifiers": verifiers}
-
-
-def _set_evaluation(conversion: Conversion) -> None:
-    """Turn the environments of an evaluation into sets."""
-    source = conversion.source
-    evaluation = (source.get("orchestrator") or source).get("eval")
-    if not isinstance(evaluation, Mapping):
-        return
-    sampling = evaluation.get("sampling") or {}
-    sets = []
-    read = ("temperature", "max_tokens", "max_completion_tokens")
-    unread = {f"eval.sampling.{k}": v for k, v in sampling.items() if k not in read}
-    unread |= {f"eval.{k}": v for k, v in evaluation.items() if k not in KEYS_OF_EVALUATION}
-    for key, value in unread.items():
-        conversion.missed.append((key, value, "[[eval.sets]] has no such key"))
-    for key in ("source", "env"):
-        for entry in listed(evaluation.get(key)):
-            of = {**evaluation, **(evaluation.get("select") or {}), **entry}
-            rows = next((of[k] for k in ("num_tasks", "num_examples", "limit") if of.get(k)), -1)
-            if rows < 1:
-                rows = TASKS_OF_A_SET
-                text = "all tasks there; set options.num_rows to how many the taskset has"
-                conversion.log(text, "eval.sets")
-            env = _environment(conversion, entry)
-            drawn = {**sampling, **(entry.get("sampling") or {})}
-            values = {
-                "name": entry.get("name") or env["verifiers"]["taskset"],
-                "path": "builtin:tasks",
-                "split": "train",
-                "options": {"num_rows": rows},
-                "k": of.get("group_size") or of.get("rollouts_per_example"),
-                "temperature": drawn.get("temperature"),
-                "max_new_tokens": drawn.get("max_completion_tokens") or drawn.get("max_tokens"),
-                "env": env,
-            }
-            sets.append({key: value for key, value in values.items() if value is not None})
-    if sets:
-        conversion.set("eval.sets", sets)
-        conversion.set("eval.every", evaluation.get("interval") or 100)
-        conversion.set("eval.at_start", not evaluation.get("skip_first_step"))
-
-
-def _set_algorithm(conversion: Conversion, algorithm: Mapping[str, Any]) -> None:
-    """Set section task: rewards less their group's mean, over all tokens; or a teacher."""
+def _set_algorithm(conversion: Conversion, algorithm: Mapping[str, Any]) -> bool:
+    """Set section task: rewards less their group's mean, over all tokens; or a teacher. Return
+    whether the policy draws answers."""
     name = algorithm.get("type") or algorithm.get("id") or "grpo"
+    loss = _section(_section(conversion.source, "trainer"), "loss").get("type")
     if name in ("opd", "on_policy_distillation"):
         teacher = algorithm.get("teacher") or {}
         url = next(listed(teacher.get("base_url")), None)
@@ -206,27 +192,55 @@ def _set_algorithm(conversion: Conversion, algorithm: Mapping[str, Any]) -> None
             conversion.set("task.teacher.kind", "server")
             conversion.set("task.teacher.url", url.removesuffix("/v1"))
             conversion.set("task.top_k", 20)
-        return
-    loss = ((conversion.source.get("trainer") or {}).get("loss") or {}).get("type")
-    if name not in ("grpo", "default") or loss == "sft":
-        reason = "see docs/reference/config.md for the tasks"
-        if "sft" in (name, loss):
-            name = "sft"
-            reason = "write a teacher's answers with jaxtrain generate --input, and train on them"
+        return True
+    if loss == "sft" or name in ("sft", "dataset_sft"):
+        name = "sft" if loss == "sft" else name
+        for key in ("rollout", "sampling", "task"):
+            conversion.remove(key)
+        path = (algorithm.get("dataset") or {}).get("name")
+        conversion.set("data.datasets", [{"path": path}] if path else None)
+        tokens = conversion.source["orchestrator"].get("token_batch_size") or 0
+        rows = tokens // conversion.get("data.sequence_len")
+        conversion.set("data.global_batch_size", rows or None)
+    elif name not in ("grpo", "default", "max_rl"):
         conversion.table["task"] = {"kind": name}
+    if name == "dataset_sft":
+        return False
+    if name not in ("grpo", "default", "max_rl"):
+        reason = METHODS.get(name, OWN_METHOD)
         conversion.missed.append(("orchestrator.algo.type", name, reason))
-        return
+        return False
     if conversion.get("task.importance_max") or conversion.get("task.importance_min"):
         conversion.set("task.importance_correction", "token_mask")
-    for key, value in (("objective", "grpo"), ("average", "token"), ("scale_rewards", "none")):
-        conversion.set(f"task.{key}", value)
+    conversion.set("task.objective", conversion.get("task.objective") or "grpo")
+    conversion.set("task.average", "token")
+    conversion.set("task.scale_rewards", "mean" if name == "max_rl" else "none")
+    return True
 
 
 def _loss_type(conversion: Conversion, value: Any) -> None:
-    if value not in ("default", "grpo"):
-        conversion.set("task.ratio", "sequence" if value == "gspo" else None)
-        if value != "gspo":
-            conversion.miss('task.objective is "grpo" here')
+    if value == "gspo":
+        conversion.set("task.ratio", "sequence")
+    elif value not in ("default", "grpo", "sft"):
+        conversion.set("task.objective", value)
+        conversion.miss("task.objective has the losses that there are")
+
+
+def _sign_descent(conversion: Conversion, value: Any) -> None:
+    """Set the optimizer; lion without momentum descends by the sign of the gradient."""
+    names = {name: name for name in ("adamw", "muon", "sgd")} | {"sign_sgd": "lion"}
+    if value not in names:
+        conversion.miss(f"optim.name here; converted are {', '.join(names)}")
+        return
+    conversion.set("optim.name", names[value])
+    if value == "sign_sgd":
+        conversion.set("optim.beta1", 0.0)
+        conversion.log("lion with beta1 0, whose steps are the gradient's signs")
+
+
+def _offload(conversion: Conversion, value: Any) -> None:
+    if value not in (False, None):
+        conversion.set("optim.offload", True)
 
 
 def _recompute(conversion: Conversion, value: Any) -> None:
@@ -240,9 +254,19 @@ def _set_data(conversion: Conversion) -> None:
     if not isinstance(data, Mapping):
         return
     datasets: list[dict[str, Any]] = []
-    for source in [{"dataset": data.get("name")}, *listed(data.get("source"))]:
-        path = source.get("dataset") if isinstance(source, Mapping) else None
-        if path:
+    sources = list(listed(data.get("source")))
+    if not sources or all(isinstance(s, Mapping) and s.get("dataset") for s in sources):
+        sources = [{"dataset": data.get("name")}, *sources]
+    if data.get("type") not in (None, "sft", "fake"):
+        conversion.missed.append(("data.type", data["type"], "data.datasets says what is read"))
+    for source in sources:
+        path = None
+        if isinstance(source, Mapping):
+            path = source.get("dataset") or data.get("name")
+        if path != source and "fake" in (data.get("type"), dict(source).get("type")):
+            conversion.log("made up there; here questions that the project makes up", "data.type")
+            datasets.append({"path": "builtin:calculator", "options": {"num_rows": 10_000}})
+        elif path:
             kept = {"path": path, "name": source.get("subset"), "split": source.get("split")}
             datasets.append({key: value for key, value in kept.items() if value is not None})
         elif source != {"dataset": None}:

@@ -9,7 +9,6 @@ from jaxtrain.adapters.spec import AdaptableLinear, match_any
 from jaxtrain.config.load import load_config, validate_config
 from jaxtrain.convert import SYSTEMS
 from jaxtrain.convert.shared import match_linears
-from jaxtrain.errors import UserError
 from jaxtrain.main import main
 
 BARE = dict.fromkeys(("format", "no_input_format"), "{instruction}")
@@ -382,69 +381,6 @@ def test_stages_of_llama_factory(keys, task):
     assert ppo.get("task.kind") == "ppo" and ppo.missed, "no SFT in the place of another method"
 
 
-SOURCES = """
-seq_len = 4096
-[model]
-name = "m"
-[orchestrator]
-batch_size = 64
-max_off_policy_steps = 4
-[orchestrator.train]
-group_size = 8
-[[orchestrator.train.source]]
-name = "sort"
-ratio = 0.75
-env.taskset = { id = "sort", hard = true }
-env.agent.harness = { id = "null", runtime = { type = "subprocess" } }
-[[orchestrator.train.source]]
-ratio = 0.25
-env.taskset.id = "swe@1.0"
-env.agent.harness = { id = "bash", skills = ["search"] }
-env.agent.runtime = { type = "docker" }
-[orchestrator.eval]
-interval = 20
-[[orchestrator.eval.source]]
-name = "aime"
-group_size = 4
-num_tasks = 30
-env.taskset.id = "aime25"
-[orchestrator.renderer]
-name = "qwen3"
-[trainer.model]
-compile = "None"
-[monitors.wandb]
-project = "p"
-"""
-
-
-def test_prime_rl_sources_and_overlays(tmp_path):
-    """A source is a dataset with its environment, and a later file replaces keys of the first."""
-    overlay = "max_steps = 7\n[trainer.optim]\nlr = 1e-5\n"
-    code, ours, output = run(tmp_path, {"base.toml": SOURCES, "over.toml": overlay})
-    assert code == 0, output.read_text()
-    config = load_config(output)
-    sort, swe = config.data.datasets
-    assert (sort.weight, swe.weight) == (0.75, 0.25)
-    assert sort.env.verifiers.args == {"hard": True} and sort.env.verifiers.harness == "null"
-    assert (swe.env.verifiers.taskset, swe.env.verifiers.runtime) == ("swe", "docker")
-    assert swe.env.verifiers.agents == {"agent": {"harness": {"id": "bash", "skills": ["search"]}}}
-    assert (config.rollout.prompts_per_step, config.rollout.mode, config.rollout.max_lag) == (
-        8,
-        "async",
-        4,
-    )
-    (aime,) = config.eval.sets
-    assert (aime.label, aime.k, aime.options, config.eval.every) == (
-        "aime",
-        4,
-        {"num_rows": 30},
-        20,
-    )
-    assert config.sampling.max_new_tokens == 4096 - 512, "answers up to seq_len there"
-    assert (config.run.max_steps, config.optim.learning_rate) == (7, 1e-5)
-    assert config.task.scale_rewards == "none" and config.log.wandb_project == "p"
-
-
 def test_variables_of_the_chat_template():
     thinking = {"enable_thinking": False}
     conversion = convert("axolotl", **BASE, chat_template_kwargs=thinking)
@@ -457,42 +393,3 @@ def test_variables_of_the_chat_template():
     conversion = convert("prime-rl", model={"name": "m"}, orchestrator=orchestrator)
     assert conversion.get("model.chat_template_kwargs") == thinking
     assert "top_k" in [key for key, *_ in conversion.missed]
-
-
-def test_prime_rl_files_that_inherit(tmp_path):
-    child = 'toml_files = ["base.toml"]\nmax_steps = 3\n'
-    (tmp_path / "base.toml").write_text(SOURCES)
-    code, ours, _ = run(tmp_path, {"child.toml": child})
-    assert code == 0 and ours["run"]["max_steps"] == 3 and len(ours["data"]["datasets"]) == 2
-
-
-def test_prime_rl_teachers_and_data():
-    algo = {"type": "opd", "teacher": {"name": "t", "base_url": ["http://localhost:8001/v1"]}}
-    env = {"taskset": {"id": "sort"}}
-    orchestrator = {"group_size": 4, "algo": algo, "train": {"env": [{"env": env}]}}
-    conversion = convert("prime-rl", model={"name": "m"}, max_steps=3, orchestrator=orchestrator)
-    teacher = {"path": "t", "kind": "server", "url": "http://localhost:8001"}
-    assert conversion.get("task.teacher") == teacher and conversion.get("task.on_policy_share") == 1
-    orchestrator["algo"] = {"type": "sft"}
-    orchestrator["eval"] = {"source": [{"env": env}], "sampling": {"top_p": 0.9}}
-    other = SYSTEMS["prime-rl"].convert({"model": {"name": "m"}, "orchestrator": orchestrator})
-    with pytest.raises(UserError, match="task.kind"):
-        validate_config(other.table, "it")  # no RL in the place of another method
-    assert {"eval.sampling.top_p", "orchestrator.algo.type"} <= {key for key, *_ in other.missed}
-    data = {"name": "d", "subsets": ["a"], "splits": ["train[:9]"], "seq_len": 64, "batch_size": 4}
-    conversion = convert("prime-rl", model={"name": "m"}, max_steps=3, data=data)
-    assert conversion.get("data") == {
-        "sequence_len": 64,
-        "global_batch_size": 4,
-        "datasets": [{"path": "d", "name": "a", "split": "train[:9]"}],
-    }
-
-
-def test_rows_of_tasks_are_their_numbers():
-    from jaxtrain.config.data import DatasetConfig
-    from jaxtrain.data.sources.dataset import open_rows
-
-    rows = open_rows(DatasetConfig(path="builtin:tasks", options={"num_rows": 3}))
-    assert [rows[index] for index in range(len(rows))] == [{"task": 0}, {"task": 1}, {"task": 2}]
-    with pytest.raises(UserError, match="needs options.num_rows.*found nothing"):
-        open_rows(DatasetConfig(path="builtin:tasks"))

@@ -34,6 +34,12 @@ def test_no_scale_is_dr_grpo():
     np.testing.assert_allclose(compute(scale="none"), [0.5, -0.5, -0.5, 0.5, -1.0, 1.0])
 
 
+def test_mean_scale_is_max_rl():
+    np.testing.assert_allclose(compute(scale="mean"), [1, -1, -1, 1, -0.5, 0.5], rtol=1e-12)
+    rewards = np.array([[0.0], [0.0], [-1.0], [0.5]])
+    np.testing.assert_allclose(compute(rewards, [2, 2], scale="mean"), np.zeros(4))
+
+
 def test_batch_scale_keeps_the_groups_means():
     want = np.array([0.5, -0.5, -0.5, 0.5, -1.0, 1.0]) / (np.std(REWARDS, ddof=1) + EPSILON)
     np.testing.assert_allclose(compute(scale="batch"), want, rtol=1e-12)

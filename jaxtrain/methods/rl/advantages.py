@@ -20,7 +20,7 @@ EPSILON = 1e-4
 class AdvantageOptions:
     """Estimator of advantages from rewards.
 
-    baseline group | leave_one_out | batch | none, scale group | batch | none: see section task.
+    baseline group | leave_one_out | batch | none, scale group | batch | mean | none: section task.
     combine normalize_then_sum is GDPO (arXiv 2601.05242): every reward is normalized within its
     group, then the weighted sum within the batch; baseline and scale have no effect.
     """
@@ -119,6 +119,9 @@ def compute_advantages(
                 raise AssertionError(options.baseline)
         if options.scale == "group":
             advantages_N[group] /= deviation(part) + EPSILON
+        elif options.scale == "mean":  # MaxRL (arXiv 2602.02710)
+            average = mean(part)
+            advantages_N[group] *= 1 / average if average > 0 else 0.0
     if options.scale == "batch":
         # Of the totals, not of the advantages: whatever the baseline, it is the rewards' spread.
         advantages_N /= deviation(totals_N) + EPSILON

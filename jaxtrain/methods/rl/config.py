@@ -130,8 +130,9 @@ class PolicyTask(TaskSection):
     baseline: Literal["group", "leave_one_out", "batch", "none"] | None = None
     """Value subtracted from a reward: its group's mean, the mean of the others in its group, the
     batch's mean, or none."""
-    scale_rewards: Literal["group", "batch", "none"] | None = None
-    """Standard deviation that advantages are divided by."""
+    scale_rewards: Literal["group", "batch", "mean", "none"] | None = None
+    """Standard deviation that advantages are divided by; mean: the mean reward of their group, and
+    all are 0 where it is not above 0 (MaxRL)."""
     reward_clip_range: tuple[float, float] | None = None
     """Bounds of an answer's weighted reward before it is compared, such as [-1, 1]; a KL penalty
     in the reward is added afterwards. Metrics show rewards without bounds."""
