@@ -157,11 +157,32 @@ def check(conversion: Conversion) -> str | None:
     """Return what the result still lacks, for people; None if it is complete."""
     from jaxtrain.config.load import validate_config
 
+    problems = []
     try:
         validate_config(conversion.table, "it")
     except UserError as error:
-        return str(error)
-    return None
+        problems.append(str(error))
+    if conversion.images and (families := find_missing_families(conversion.get("model.path"))):
+        problems.append(
+            f"{conversion.images}: the model reads no images here, by its model_type or name;"
+            f" {families} do (docs/vision.md)"
+        )
+    return "\n".join(problems) or None
+
+
+def find_missing_families(path: Any) -> str | None:
+    """Return the names of the families whose images are read, unless the model is of one: by the
+    model_type of its folder, or by the name of one that is not here."""
+    from jaxtrain.data.images.format import FAMILIES
+    from jaxtrain.huggingface.files import read_object
+
+    folder = Path(str(path))
+    if (folder / "config.json").is_file():
+        reads = read_object(folder / "config.json").get("model_type") in FAMILIES
+    else:
+        name = "".join(filter(str.isalnum, str(path).lower()))
+        reads = any(family.replace("_", "") in name for family in FAMILIES)
+    return None if reads else ", ".join(FAMILIES)
 
 
 def count(table: dict[str, Any]) -> int:

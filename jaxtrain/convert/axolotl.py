@@ -15,6 +15,7 @@ from jaxtrain.convert.shared import (
     finish_sampling,
     listed,
     load_4bit,
+    train_vision,
 )
 from jaxtrain.convert.trl import GRPO, set_servers, set_task
 
@@ -63,7 +64,7 @@ def convert(table: Mapping[str, Any]) -> Conversion:
     if table.get("warmup_steps") is not None:
         del defaults["warmup_ratio"]
     conversion.run(RULES, {**defaults, **table})
-    conversion.attempt(_finish_task, finish, finish_gym)
+    conversion.attempt(_finish_task, finish, finish_gym, _set_vision)
     return conversion
 
 
@@ -85,6 +86,18 @@ def _finish_task(conversion: Conversion) -> None:
         conversion.remove("data.packing")
         finish_round(conversion, conversion.remove("data.micro_batch_size"))
         finish_sampling(conversion)
+
+
+def _set_vision(conversion: Conversion) -> None:
+    """Train the parts for images as well, unless they are frozen."""
+    source = conversion.source
+    chosen = isinstance(source.get("lora_target_modules"), str)  # by whole names
+    if conversion.images and not chosen and not source.get("freeze_mm_modules"):
+        train_vision(conversion, "tower", "projector")
+
+
+def _processor(conversion: Conversion, value: Any) -> None:
+    conversion.images = "processor_type" if value else None
 
 
 def _rl(conversion: Conversion, value: Any) -> None:

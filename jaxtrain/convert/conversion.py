@@ -156,6 +156,8 @@ class Conversion:
     """(key, what to know about it)."""
     dropped: dict[str, list[str]] = field(default_factory=dict)
     """{why: keys} of what is not needed here."""
+    images: str | None = None
+    """The source's key that says that its data have images."""
     _at: tuple[str, Any] = ("", None)
 
     def run(self, rules: Rules, source: Mapping[str, Any], prefix: str = "") -> None:

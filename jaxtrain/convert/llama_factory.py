@@ -4,7 +4,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.convert.conversion import Conversion, load_rules
-from jaxtrain.convert.shared import TRAINER, finish, listed, lora_targets, train_whole
+from jaxtrain.convert.shared import (
+    TRAINER,
+    finish,
+    listed,
+    lora_targets,
+    train_vision,
+    train_whole,
+)
 from jaxtrain.convert.trl import set_task
 
 DEFAULTS = {
@@ -15,11 +22,14 @@ DEFAULTS = {
     "per_device_train_batch_size": 8,
     "gradient_checkpointing": True,
     "packing": False,
+    "freeze_vision_tower": True,
+    "freeze_multi_modal_projector": True,
 }
 """What LLaMA-Factory takes where a file says nothing, other than here."""
 TEMPLATES = {"llama3": "llama3", "gemma": "gemma", "chatml": "chatml", "alpaca": "alpaca"}
+IMAGE_PIXELS = 768 * 768
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
-PAIRS = {"messages": "messages", "tools": "tools", "chosen": "chosen", "rejected": "rejected"}
+PAIRS = {name: name for name in ("messages", "tools", "chosen", "rejected", "images")}
 TAGS = {"role_tag": "messages.role", "content_tag": "messages.content"}
 ROLES = {"user_tag": "user", "assistant_tag": "assistant", "observation_tag": "tool"}
 
@@ -60,6 +70,12 @@ def _set_adapter_and_data(conversion: Conversion) -> None:
         names = names.split(",") if isinstance(names, str) else list(listed(names))
         if datasets := [_dataset(conversion, str(entry).strip()) for entry in names]:
             conversion.set(f"data.{key}", datasets)
+    if conversion.images:
+        frozen = {"tower": "freeze_vision_tower", "projector": "freeze_multi_modal_projector"}
+        train_vision(conversion, *(part for part, key in frozen.items() if not settings[key]))
+        if not settings.get("image_max_pixels"):
+            text = f"images of more than {IMAGE_PIXELS:,} pixels are made smaller there; here"
+            conversion.log(f"{text} preprocessor_config.json has their size", "image_max_pixels")
 
 
 def _dataset(conversion: Conversion, name: str) -> dict[str, Any]:
@@ -89,6 +105,8 @@ def _dataset(conversion: Conversion, name: str) -> dict[str, Any]:
     for key, target in TAGS.items():
         if tags.get(key, target.rpartition(".")[2]) != target.rpartition(".")[2]:
             fields[target] = tags[key]
+    if "images" in columns:
+        conversion.images = f"{name}.columns.images"
     roles = {tags[key]: role for key, role in ROLES.items() if tags.get(key, role) != role}
     chat = info.get("formatting") == "sharegpt" or "messages" in columns
     if source.get("stage", "sft") == "pt":
@@ -109,6 +127,7 @@ def _dataset(conversion: Conversion, name: str) -> dict[str, Any]:
         if source.get("mask_history")
         else None,
         "fields": fields or None,
+        "image_folder": source.get("media_dir") if "images" in columns else None,
         "roles": roles or None,
     }
     return dataset | {key: value for key, value in more.items() if value is not None}

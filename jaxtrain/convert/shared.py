@@ -279,6 +279,19 @@ def finish_adapter(conversion: Conversion) -> None:
             conversion.drop("without an adapter it has no effect", f"adapter.{key}")
 
 
+def train_vision(conversion: Conversion, *parts: str) -> None:
+    """Train parts for images, "tower" or "projector", beside the text: in full, or with an adapter
+    that is on all matrices."""
+    if not conversion.get("adapter.kind"):
+        train = "all" if "tower" in parts else "projector" if parts else None
+        conversion.set("model.vision.train", train)
+    elif conversion.get("adapter.target") == "all-linear" and parts:
+        conversion.set("adapter.target", ["all-linear", *parts])
+    elif parts and isinstance(conversion.get("adapter.target"), list):
+        text = 'names are those of the text; "tower" and "projector" add the parts for images'
+        conversion.log(text, "adapter.target")
+
+
 def finish_evaluation(conversion: Conversion) -> None:
     """Remove evaluations without data, and give early stopping its metric."""
     if conversion.get("task.kind") == "rl":

@@ -14,6 +14,7 @@ from jaxtrain.convert.shared import (
     finish_round,
     finish_sampling,
     listed,
+    train_vision,
 )
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
@@ -25,7 +26,7 @@ LOSSES = (
     *("apo_zero_unpaired", "orpo", "cpo"),
 )
 
-KEYS_OF_METHOD = ("command", "loss_type", "launcher")
+KEYS_OF_METHOD = ("command", "loss_type", "launcher", "vlm")
 
 DEFAULTS: dict[str, dict[str, Any]] = {
     "sft": {"learning_rate": 2e-5, "max_length": 1024, "packing": False},
@@ -95,6 +96,7 @@ def parse_command(text: str) -> dict[str, Any]:
     method = _method(words[script])
     return {
         "command": method or ("grpo" if "reward_funcs" in table else "sft"),
+        **({"vlm": True} if "vlm" in words[script] else {}),
         **({"launcher": launcher} if (launcher := _read_flags(words[:script])) else {}),
         **table,
     }
@@ -160,6 +162,9 @@ def convert(table: Mapping[str, Any]) -> Conversion:
         conversion.set("data.packing", False)  # a pair a row, as batches count them
     conversion.run(RULES, {k: v for k, v in settings.items() if k not in KEYS_OF_METHOD})
     conversion.attempt(_set_datasets, *([_finish_rounds] if drawn else []), finish)
+    if settings.get("vlm"):
+        conversion.images = "command"
+        train_vision(conversion, "tower", "projector")
     return conversion
 
 

@@ -6,8 +6,9 @@ import tomllib
 import pytest
 
 from jaxtrain.adapters.spec import AdaptableLinear, match_any
+from jaxtrain.cli.convert import check
 from jaxtrain.config.load import load_config, validate_config
-from jaxtrain.convert import SYSTEMS
+from jaxtrain.convert import SYSTEMS, trl
 from jaxtrain.convert.shared import match_linears
 from jaxtrain.main import main
 
@@ -326,7 +327,7 @@ INFO = {
         "columns": {"messages": "conversations"},
         "tags": {"role_tag": "from", "content_tag": "value", "user_tag": "human"},
     },
-    "mine": {"file_name": "mine.json", "columns": {"prompt": "q", "response": "a", "images": "i"}},
+    "mine": {"file_name": "mine.json", "columns": {"prompt": "q", "response": "a", "audios": "i"}},
     "pairs": {"file_name": "pairs.json", "ranking": True, "columns": {"chosen": "good"}},
 }
 
@@ -359,7 +360,7 @@ def test_llama_factory(tmp_path):
     assert ours["adapter"] == {"target": "all-linear", "rank": 8, "alpha": 16.0, "kind": "lora"}
     assert (ours["optim"]["lr_scheduler"], ours["run"]["num_epochs"]) == ("linear", 3.0)
     assert ours["eval"] == {"every": 500} and ours["parallel"]["meet_timeout"] == 1e6
-    assert "mine.columns.images" in output.read_text()
+    assert "mine.columns.audios" in output.read_text()
 
 
 @pytest.mark.parametrize(
@@ -393,3 +394,74 @@ def test_variables_of_the_chat_template():
     conversion = convert("prime-rl", model={"name": "m"}, orchestrator=orchestrator)
     assert conversion.get("model.chat_template_kwargs") == thinking
     assert "top_k" in [key for key, *_ in conversion.missed]
+
+
+SMOL = "HuggingFaceTB/SmolVLM-Instruct"
+VLM = "python sft_vlm.py --model_name_or_path {} --dataset_name d --num_train_epochs 1"
+PICTURES = {"pics": {"file_name": "pics.json", "columns": {"messages": "m", "images": "photo"}}}
+FACTORY = {"stage": "sft", "dataset": "pics", "dataset_info": PICTURES, "media_dir": "photos"}
+
+
+@pytest.mark.parametrize(
+    ("keys", "vision", "target"),
+    [
+        ({}, "all", None),
+        ({"freeze_mm_modules": True}, None, None),
+        (
+            {"adapter": "lora", "lora_target_linear": True},
+            None,
+            ["all-linear", "tower", "projector"],
+        ),
+        ({"adapter": "lora", "lora_target_modules": ["q_proj"]}, None, ["q_proj"]),
+    ],
+)
+def test_axolotl_trains_the_parts_for_images_too(keys, vision, target):
+    keys = {**BASE, "base_model": SMOL, "processor_type": "AutoProcessor", **keys}
+    conversion = convert("axolotl", **keys)
+    assert (conversion.get("model.vision.train"), conversion.get("adapter.target")) == (
+        vision,
+        target,
+    )
+    noted = any('"tower" and "projector"' in text for _, text in conversion.notes)
+    assert noted == (target == ["q_proj"])
+    assert check(conversion) is None
+
+
+@pytest.mark.parametrize(
+    ("keys", "vision", "target"),
+    [
+        ({"finetuning_type": "full"}, None, None),
+        ({"finetuning_type": "full", "freeze_multi_modal_projector": False}, "projector", None),
+        ({"finetuning_type": "full", "freeze_vision_tower": False}, "all", None),
+        (
+            {"lora_target": "all", "freeze_vision_tower": False},
+            None,
+            ["all-linear", "tower"],
+        ),
+    ],
+)
+def test_llama_factory_freezes_the_parts_for_images(keys, vision, target):
+    conversion = convert("llama-factory", model_name_or_path=SMOL, **FACTORY, **keys)
+    assert (conversion.get("model.vision.train"), conversion.get("adapter.target")) == (
+        vision,
+        target,
+    )
+    (dataset,) = conversion.get("data.datasets")
+    assert dataset["fields"] == {"messages": "m", "images": "photo"}
+    assert dataset["image_folder"] == "photos" and check(conversion) is None
+    assert any("589,824 pixels" in text for _, text in conversion.notes)
+
+
+def test_families_that_read_no_images_are_named(tmp_path):
+    source = trl.parse_command(VLM.format(SMOL))
+    conversion = trl.convert(source)
+    assert conversion.get("model.vision.train") == "all" and check(conversion) is None
+    other = check(trl.convert({**source, "model_name_or_path": "some/text-1b"}))
+    assert "command: the model reads no images" in other and "smolvlm" in other
+    # The folder's own model_type counts, whatever its name.
+    folder = tmp_path / "smolvlm"
+    folder.mkdir()
+    for model_type, reads in (("llama", False), ("idefics3", True)):
+        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
+        conversion = trl.convert({**source, "model_name_or_path": str(folder)})
+        assert (check(conversion) is None) == reads
