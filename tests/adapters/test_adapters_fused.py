@@ -35,7 +35,9 @@ BASES = {
         (3, 128, [((0, 64),), ((64, 64),)]),  # a matrix: 256 blocks
         pytest.param(3, 96, [((0, 48),), ((48, 48),)], marks=pytest.mark.slow),  # 192
         # In turns: no experts.
-        pytest.param(*(1, 96, [((0, 20), (48, 20)), ((20, 28), (68, 28))]), marks=pytest.mark.slow),
+        pytest.param(
+            *(1, 96, [((0, 20), (48, 20)), ((20, 28), (68, 28))]), marks=pytest.mark.thorough
+        ),
     ],
     ids=["even", "straddling", "runs"],
 )

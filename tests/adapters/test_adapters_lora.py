@@ -66,7 +66,7 @@ def logits_of(model, batch):
 
 
 @pytest.mark.parametrize(
-    ("dora", "scan"), [pytest.param(False, True, marks=pytest.mark.slow), (True, False)]
+    ("dora", "scan"), [pytest.param(False, True, marks=pytest.mark.thorough), (True, False)]
 )
 def test_the_start_is_the_identity(dora, scan):
     trained, frozen, rebuild = open_model(make_adapter(dora=dora), scan_layers=scan)
@@ -80,9 +80,11 @@ def test_the_start_is_the_identity(dora, scan):
 @pytest.mark.parametrize(
     ("dora", "rslora"),
     [
-        (False, False),
         (True, True),
-        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(False, True), (True, False)]),
+        *(
+            pytest.param(*one, marks=pytest.mark.slow)
+            for one in [(False, False), (False, True), (True, False)]
+        ),
     ],
 )
 def test_adapted_equals_the_weight_that_the_papers_write(dora, rslora):
@@ -108,6 +110,7 @@ def test_adapted_equals_the_weight_that_the_papers_write(dora, rslora):
     assert np.abs(expected - logits_of(rebuild_plain(plain), batch)).max() > 0.1
 
 
+@pytest.mark.slow
 def test_without_adapters_is_the_base():
     trained, frozen, rebuild = open_model(make_adapter(dora=True), noise=0.3)
     batch = documents_batch(rows=2)

@@ -134,7 +134,11 @@ TOKENS = np.stack(documents(4, 30, 30))
 @pytest.mark.parametrize(
     ("case", "name"),
     [
-        *((case, "qwen3") for case in CASES),
+        *((case, "qwen3") for case in ("lora", "dora", "embeddings")),
+        *(
+            pytest.param(case, "qwen3", marks=pytest.mark.slow)
+            for case in ("rslora", "attention with two ranks")
+        ),
         pytest.param("lora", "llama", marks=pytest.mark.thorough),
         *EXPERTS_IN_PEFT,
         *GEMMA,
@@ -216,12 +220,12 @@ def test_recurrent_layers_go_to_peft_and_come_back(name, target, tmp_path):
 @pytest.mark.parametrize(
     ("target", "slot"),
     [
-        pytest.param(["attention.z", "attention.b"], {"rslora": True}, marks=pytest.mark.thorough),
+        (["attention.z", "attention.b"], {"rslora": True}),
         (["attention"], {"dora": True}),
     ],
     ids=str,
 )
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_pairs_of_two_matrices_are_one_of_pefts(target, slot, tmp_path):
     """Qwen3-Next's in_proj_qkvz and in_proj_ba: PEFT, we after reading it back, and the merged
     model compute the same."""

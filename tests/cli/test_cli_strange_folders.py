@@ -24,6 +24,7 @@ from jaxtrain.runs.samples import append_samples
 from jaxtrain.runs.sinks import Sinks
 from jaxtrain.text_safety import UNSEEN
 
+QUICK = ("config.json", "metrics.jsonl", "checkpoints/2/manifest.json")
 FILES = ["config.json", "attempts.jsonl", "metrics.jsonl", "samples.jsonl", "log.txt", "run.json"]
 
 
@@ -54,7 +55,13 @@ def run(tmp_path):
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-@pytest.mark.parametrize("name", [*FILES, "checkpoints/2/manifest.json"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *QUICK,
+        *(pytest.param(name, marks=pytest.mark.slow) for name in FILES if name not in QUICK),
+    ],
+)
 def test_whatever_a_file_has_become(run, capsys, name, how):
     damage(run / name, how)
     try:

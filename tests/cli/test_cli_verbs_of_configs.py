@@ -100,7 +100,14 @@ def secrets(world, monkeypatch):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "name", [*list(ROWS)[:2], pytest.param("rl_draft_refresh", marks=pytest.mark.thorough)]
+    "name",
+    [
+        "lora_qwen3",
+        *(
+            pytest.param(name, marks=pytest.mark.thorough)
+            for name in ("rl_calculator_vllm", "rl_draft_refresh")
+        ),
+    ],
 )
 def test_every_verb_works_or_is_refused_and_shows_no_secret(world, secrets, name):
     row = fill_row(name, world, *secrets[name], verbs=ROWS[name])

@@ -88,8 +88,8 @@ def raise_next(errors):
 @pytest.mark.parametrize(
     "where",
     [
-        pytest.param("next", marks=pytest.mark.slow),
-        "update",
+        pytest.param("next", marks=pytest.mark.thorough),
+        pytest.param("update", marks=pytest.mark.slow),
         pytest.param("evaluate", marks=pytest.mark.thorough),
     ],
 )

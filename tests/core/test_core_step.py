@@ -170,6 +170,7 @@ def test_loss_is_the_mean_over_trained_tokens():
     np.testing.assert_allclose(output.metrics["loss"][0], total / weight.sum(), rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_clipping_bounds_the_update():
     batch = documents_batch()
     free, output = run_step(batch, max_grad_norm=None)

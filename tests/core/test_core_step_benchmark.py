@@ -136,7 +136,7 @@ def test_the_hybrid_torch_model_is_the_same_model(benchmarks):
         np.testing.assert_allclose(theirs, ours, atol=2e-4 * np.abs(theirs).max(), err_msg=name)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_the_torch_model_is_the_same_model(benchmarks):
     """Loss and gradients in float32 on one tree, from the same weights."""
     torch_step, raw = benchmarks["peers.train_step"], benchmarks["step_work"].MODELS["tiny"]

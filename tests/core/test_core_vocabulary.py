@@ -26,12 +26,12 @@ MESHES = [
     {"tensor": 4},
     {"fsdp": 2, "tensor": 2},
     {"data": 2, "context": 2},
-    {"context": 2, "tensor": 2},
-    {"data": 2, "fsdp": 2},
+    pytest.param({"context": 2, "tensor": 2}, marks=pytest.mark.slow),
+    pytest.param({"data": 2, "fsdp": 2}, marks=pytest.mark.slow),
 ]
 
 
-@pytest.mark.parametrize("temperature", [None, 0.7])
+@pytest.mark.parametrize("temperature", [pytest.param(None, marks=pytest.mark.slow), 0.7])
 @pytest.mark.parametrize("sizes", MESHES, ids=lambda sizes: "_".join(sizes))
 def test_meshes_equal_one_device(sizes, temperature):
     """Values and every gradient; float32, so only the order of sums differs: 1e-5."""

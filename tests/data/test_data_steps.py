@@ -119,7 +119,14 @@ def test_an_epoch_holds_every_row_once_and_the_next_is_shuffled_anew():
 
 
 @pytest.mark.parametrize("kind", ["indexed", "weighted", "stream", "mixed", "hub"])
-@pytest.mark.parametrize("changes", [{}, {"packing": False}, {"shuffle": False, "prefetch": 1}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        pytest.param({"packing": False}, marks=pytest.mark.slow),
+        {"shuffle": False, "prefetch": 1},
+    ],
+)
 def test_resume_continues_with_the_identical_next_batch(kind, changes):
     data = make_data(shuffle_buffer=7, **changes)
     source = open_source(make_parts(kind), data)

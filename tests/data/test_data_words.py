@@ -38,7 +38,7 @@ def check_ids(backend: Tokenizer) -> WordEncoder:
     return encode
 
 
-@pytest.mark.parametrize("name", ["builtin", "qwen2"])
+@pytest.mark.parametrize("name", ["builtin", pytest.param("qwen2", marks=pytest.mark.slow)])
 def test_words_have_the_ids_of_the_tokenizer(name):
     if name == "qwen2" and not QWEN.exists():
         pytest.skip(f"no {QWEN}; JAXTRAIN_TEST_DATA names the folder")

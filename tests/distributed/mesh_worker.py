@@ -154,15 +154,18 @@ def compare(name: str, model: str, kind: str, adapter: str, microsteps: int, mes
         print(json.dumps({**line, "error": errors[worst]}), flush=True)
 
 
-def main() -> None:
-    compare("documents", "qwen3", "documents", "", 2, ["all"])
-    compare("trees", "qwen3_yarn", "trees", "", 2, list(MESHES))
-    compare("pairs", "qwen3_even", "pairs", "", 2, ["context", "all"])
-    compare("documents, DoRA", "llama_bias", "documents", "dora", 2, ["all"])
-    compare("biases and windows, trees", "qwen2_window", "trees", "", 1, ["all"])
+CASES = {
+    "documents": ("qwen3", "documents", "", 2, ["all"]),
+    "trees": ("qwen3_yarn", "trees", "", 2, list(MESHES)),
+    "pairs": ("qwen3_even", "pairs", "", 2, ["context", "all"]),
+    "documents, DoRA": ("llama_bias", "documents", "dora", 2, ["all"]),
+    "biases and windows, trees": ("qwen2_window", "trees", "", 1, ["all"]),
+}
+"""(model, rows, adapter, microsteps, meshes) by the case's name."""
 
 
 if __name__ == "__main__":
     # Tables that the tensor axis divides, beside the odd ones.
     RAW["qwen3_even"] = {**RAW["qwen3"], "vocab_size": 104, "tie_word_embeddings": False}
-    main()
+    for name in sys.argv[1:]:
+        compare(name, *CASES[name])

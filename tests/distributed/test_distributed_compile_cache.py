@@ -122,10 +122,8 @@ def count_programs(config, output, cache) -> tuple[int, int]:
     return int(requests), int(hits)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "table", [SFT, pytest.param(RL, marks=pytest.mark.thorough)], ids=["sft", "grpo"]
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("table", [SFT, RL], ids=["sft", "grpo"])
 def test_the_same_command_again_compiles_nothing(table, tmp_path):
     """In another process, with another folder for its output."""
     config = tmp_path / "config.toml"

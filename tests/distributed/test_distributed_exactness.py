@@ -17,23 +17,29 @@ from other_devices import set_cpus
 HERE = Path(__file__).parent
 
 
-def run_worker() -> list[dict]:
+def run_worker(*names: str) -> list[dict]:
     root = HERE.parents[1]
     environ = {
         **os.environ,
         "PYTHONPATH": f"{root}:{root / 'kernels'}:{root / 'tests/plain'}",
         **set_cpus(8),
     }
-    command = [sys.executable, str(HERE / "mesh_worker.py")]
+    command = [sys.executable, str(HERE / "mesh_worker.py"), *names]
     done = subprocess.run(command, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
 
 
-@pytest.mark.slow
-def test_any_mesh_gives_the_update_of_one_device():
-    cases = run_worker()
-    assert len(cases) >= 5
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(["documents, DoRA", "biases and windows, trees"], marks=pytest.mark.slow),
+        pytest.param(["documents", "trees", "pairs"], marks=pytest.mark.thorough),
+    ],
+)
+def test_any_mesh_gives_the_update_of_one_device(names):
+    cases = run_worker(*names)
+    assert {line["case"] for line in cases} == set(names)
     for line in cases:
         assert line["loss"] == pytest.approx(line["one"], rel=1e-6), line
         assert line["error"] < 4e-6, line

@@ -134,6 +134,7 @@ def play(scene, size=3, timeouts=(30.0, 30.0, 30.0)):
     return asyncio.run(stage())
 
 
+@pytest.mark.slow
 def test_a_lost_process_is_reported_once_as_the_cause_of_other_failures():
     async def scene(hub, clients, port):
         clients[1].log({"end": 1, "text": "ValueError: all-reduce failed", "rank": 2})
@@ -146,6 +147,7 @@ def test_a_lost_process_is_reported_once_as_the_cause_of_other_failures():
     assert second["tell"] == "" and second["quit"] == 1 and not second["blamed"]
 
 
+@pytest.mark.slow
 def test_an_error_of_all_processes_is_printed_once():
     async def scene(hub, clients, port):
         for client in clients:
@@ -240,6 +242,7 @@ def test_duplicate_processes_and_wrong_sizes_are_refused():
     assert "of 5 processes, process 0 of 3" in wrong_size
 
 
+@pytest.mark.slow
 def test_processes_that_never_join_are_named():
     async def scene():
         hub = CoordinationHub(3, 0.5, 30.0, 30.0)

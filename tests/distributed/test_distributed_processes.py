@@ -158,7 +158,7 @@ def test_a_killed_run_ends_in_one_line_and_goes_on_with_other_processes(tmp_path
     assert losses(killed) == pytest.approx(expected, rel=1e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_goes_from_8_devices_to_2(tmp_path):
     """LoRA, whose frozen base every start draws anew, and embeddings trained in full; exports are
     equal, too. (Full training goes on with other processes and meshes above.)"""
@@ -199,7 +199,7 @@ def test_processes_stop_together_and_report_a_loss_once(tmp_path):
     assert len(lines) == 1 and "process 0 on" in lines[0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_config_errors_are_printed_once(tmp_path):
     running = start(tmp_path / "all", 2, "data.sequence_len=100000")
     assert finish(running, 100) == [2, 2]

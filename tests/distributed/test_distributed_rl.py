@@ -194,7 +194,7 @@ class Broken:
 """
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_failures_that_persist_on_process_0_end_all_saved_and_are_told_once(tmp_path):
     (tmp_path / "broken.py").write_text(BROKEN)
     words = [f"env.path={tmp_path / 'broken.py'}:Broken", "eval.sets=[]", "eval.at_start=false"]

@@ -166,7 +166,14 @@ def test_a_function_that_leaves_is_a_failure_with_its_place(make):
 
 @pytest.mark.parametrize(
     "form",
-    ["pickle", '["ok",[1,"2"],""]', '["ok",[NaN],""]', '["crash","",""]', "{}", "[" * 10**5],
+    [
+        "pickle",
+        '["ok",[NaN],""]',
+        *(
+            pytest.param(form, marks=pytest.mark.slow)
+            for form in ('["ok",[1,"2"],""]', '["crash","",""]', "{}", "[" * 10**5)
+        ),
+    ],
 )
 def test_what_a_worker_sends_is_never_unpickled(make, tmp_path, form):
     """A reward that has the worker's own pipe: it is a crash, and nothing of it ran here."""
@@ -199,8 +206,8 @@ def test_functions_run_elsewhere_and_may_print(make):
     "name, message",
     [
         ("exact_mach", "there is no 'exact_mach'; did you mean 'exact_match'"),
-        ("no.such.module:f", "cannot be imported"),
-        ("json.nothing", "json has no 'nothing'"),
+        pytest.param("no.such.module:f", "cannot be imported", marks=pytest.mark.slow),
+        pytest.param("json.nothing", "json has no 'nothing'", marks=pytest.mark.slow),
     ],
 )
 def test_a_name_that_leads_nowhere_is_said_before_the_run(name, message):
@@ -208,6 +215,7 @@ def test_a_name_that_leads_nowhere_is_said_before_the_run(name, message):
         open_rewards([RewardConfig(function=name)])
 
 
+@pytest.mark.slow
 def test_a_hanging_worker_ends_with_its_parent(tmp_path):
     path = tmp_path / "forever.py"
     path.write_text(

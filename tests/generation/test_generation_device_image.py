@@ -64,7 +64,9 @@ def add_up(tensors):
     return wire.combine_sums(tensors, sums)
 
 
-@pytest.mark.parametrize("dtype, sharded", [("bfloat16", True), ("float32", False)])
+@pytest.mark.parametrize(
+    "dtype, sharded", [pytest.param("bfloat16", True, marks=pytest.mark.slow), ("float32", False)]
+)
 def test_a_worker_reads_what_was_laid_out(dtype, sharded, monkeypatch):
     """Transposed, in parts of other parameters, gathered from devices that shard them and spread
     over their memory; the sum of pieces is that of plain steps."""

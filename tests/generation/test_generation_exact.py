@@ -131,15 +131,11 @@ def compare(model):
     return np.array(sampled, np.float32), logp_BT[tuple(np.transpose(places))], gradients
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("raw", "options"),
     [
-        pytest.param(
-            *(MOE, {"dtype": "bfloat16", "remat": "full"}),
-            id="experts in bfloat16",
-            marks=pytest.mark.thorough,
-        ),
+        pytest.param(MOE, {"dtype": "bfloat16", "remat": "full"}, id="experts in bfloat16"),
         pytest.param(
             RAW | {"use_sliding_window": True, "sliding_window": 24, "max_window_layers": 1},
             {"scan_layers": False},

@@ -190,7 +190,7 @@ def test_a_judge_that_fails_drops_its_groups_and_counts():
         producer.close()
 
 
-@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize("blocks", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_signal_ends_a_hanging_world_within_a_second(blocks, monkeypatch):
     """Also one that blocks the event loop, which is left behind and named."""
     monkeypatch.setattr(event_loop, "CLOSE_SECONDS", 0.5)

@@ -54,7 +54,7 @@ def require_named_and_dropped(output, fake, step, why):
     "trouble, step",
     [
         pytest.param("/get_world_size", "/get_world_size", marks=pytest.mark.slow),
-        ("links", "new weights"),
+        pytest.param("links", "new weights", marks=pytest.mark.slow),
         ("/pause", "/pause"),
         pytest.param("/finish_weight_update", "/finish_weight_update", marks=pytest.mark.slow),
         pytest.param("/resume", "/resume", marks=pytest.mark.slow),
@@ -75,7 +75,8 @@ def test_a_server_that_hangs_in_a_sync(trouble, step):
     require_named_and_dropped(output, fakes[0], step, "weight sync: ")
 
 
-@pytest.mark.parametrize("slept", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("slept", [False, True])
 def test_a_server_that_hangs_going_to_sleep(slept):
     """slept: it does so all the same, when nobody wakes it any more."""
     fakes = [FakeVllm(tensors=HELD), FakeVllm(tensors=HELD)]
@@ -91,6 +92,7 @@ def test_a_server_that_hangs_going_to_sleep(slept):
     require_named_and_dropped(output, fakes[0], "/sleep", "/sleep: ")
 
 
+@pytest.mark.slow
 def test_a_server_that_hangs_waking():
     fakes = [FakeVllm(tensors=HELD), FakeVllm(tensors=HELD)]
     with open_weights(fakes, sleep=True, **LIMIT) as (engine, publisher, output):

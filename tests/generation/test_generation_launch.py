@@ -236,6 +236,7 @@ def test_a_server_that_does_not_come_up_ends_the_run_with_its_last_words(tmp_pat
             launcher.close()
 
 
+@pytest.mark.slow
 def test_a_killed_server_comes_back_with_the_newest_weights(tmp_path):
     """And what is started ends with the run, whose folder says where the logs are."""
     output, folder = [], tmp_path / "servers"

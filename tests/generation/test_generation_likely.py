@@ -75,6 +75,7 @@ async def ask_policy(tokenizer, engine, path, body):
         await engine.close()
 
 
+@pytest.mark.slow
 def test_the_policy_endpoint_lists_likely_tokens(tokenizer, sampler):
     body = {"messages": ASK, "logprobs": True, "top_logprobs": TOP, "return_token_ids": True}
     work = ask_policy(tokenizer, LocalEngine(sampler), "/v1/chat/completions", body)

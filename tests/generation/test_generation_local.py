@@ -72,6 +72,7 @@ def test_greedy_takes_the_argmax_of_a_full_forward_pass(model):
         np.testing.assert_allclose(answer.logprobs, expected, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_logprobs_are_of_the_tempered_distribution_before_truncation(model):
     sampler = LocalSampler(model, eos_ids=(), max_len=128)
     sampling = Sampling(max_new_tokens=20, temperature=1.7, top_k=5, seed=3)

@@ -103,6 +103,7 @@ def test_what_vllm_may_take_is_left_to_it(vllm):
         check(name, vllm)
 
 
+@pytest.mark.slow
 def test_serve_refuses_a_mixture_on_a_cpu_by_its_config_json(monkeypatch, tmp_path, capsys):
     for name, raw in RAW.items():
         architecture = families.config_from_hf(raw)

@@ -75,6 +75,7 @@ def ask(engine, count):
     return asyncio.run(run())
 
 
+@pytest.mark.slow
 def test_a_router_carries_requests_and_its_end_ends_nothing():
     with routed() as (fakes, engine, servers, process, url, output):
         with pytest.raises(UserError, match="is a router.*rollout.vllm.discover"):

@@ -68,6 +68,7 @@ def test_copies_compute_what_the_trainer_computes(local_value, cut):
     np.testing.assert_array_equal(run(parts, copies, mesh), actual)
 
 
+@pytest.mark.slow
 def test_only_what_is_trained_is_copied_where_nothing_else_changes():
     mesh = make_mesh(jax.devices()[:1])
     slots = {"stack.block.attention.q": LoRASpec(4, 8.0, False, False)}

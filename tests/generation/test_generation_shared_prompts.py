@@ -85,7 +85,7 @@ def test_rows_hold_what_they_share(watched, vocabulary, stored):
     assert watched.sharing[6] > 100 and not watched.wrong
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_rows_hold_what_they_share_when_idle_ones_are_given_up(watched):
     """With a draft, which guesses once few rows are left: of one group the last, of the other all
     but its leader."""

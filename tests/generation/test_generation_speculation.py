@@ -52,7 +52,7 @@ def family():
     scope="module",
     params=[
         pytest.param(RAW, id="attention"),
-        pytest.param(TOY, id="recurrent", marks=pytest.mark.slow),
+        pytest.param(TOY, id="recurrent", marks=pytest.mark.thorough),
     ],
 )
 def models(request):
@@ -185,6 +185,7 @@ def capture(model, tokens_BT):
     return model.hidden(make_batch(tokens_BT), capture=ToyDraft.capture).captured
 
 
+@pytest.mark.slow
 def test_noise_is_that_of_plain_draws(models):
     """With equal logits the token is determined by the noise alone."""
     rows = slots.empty_rows(models[0], B=2, S=8, E=1)

@@ -146,7 +146,7 @@ def test_the_verb_repeats_the_loops_answers(trained, place, capsys):
     assert reseeded != [a for a in read_answers(folder) if a["step"] == 0]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_resumed_run_evaluates_as_the_run_that_was_never_stopped(trained, place):
     config, folder = trained
     parts = place / f"parts_{folder.name}"
@@ -169,6 +169,7 @@ def test_rewards_may_come_late_to_a_run_that_does_not_train_on_them(place, tmp_p
     assert list(read_evals(tmp_path)) == [2]
 
 
+@pytest.mark.slow
 def test_columns_are_renamed_and_functions_judge(place, tmp_path, capsys):
     rows = "".join(json.dumps({"q": text, "a": "x"}) + "\n" for text in PROBLEMS)
     (tmp_path / "qa.jsonl").write_text(rows)

@@ -42,7 +42,9 @@ def alive(pid):
         return False
 
 
-@pytest.mark.parametrize("kind", ["scripted", pytest.param("real", marks=REAL)])
+@pytest.mark.parametrize(
+    "kind", [pytest.param("scripted", marks=pytest.mark.thorough), pytest.param("real", marks=REAL)]
+)
 def test_two_servers_of_a_run(tmp_path, kind):
     python = PYTHON if kind == "real" else write_python(tmp_path)
     model = make_model(tmp_path / "model", seed=0, tied=True)

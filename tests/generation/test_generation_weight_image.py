@@ -121,7 +121,7 @@ def test_the_device_lays_out_what_the_host_does(dtype, small, base, room, wide, 
             np.testing.assert_array_equal(changes[name].values, same.values)
 
 
-@pytest.mark.parametrize("base", ["host", "device"])
+@pytest.mark.parametrize("base", ["host", pytest.param("device", marks=pytest.mark.slow)])
 def test_sharded_parameters_come_a_shard_at_a_time(base):
     mesh = jax.make_mesh((2, 2), ("a", "b"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
     position = {"up": (None, "a", None), "embed": (None, "b"), "q": (None, None, "a")}

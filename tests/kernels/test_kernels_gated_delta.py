@@ -266,7 +266,7 @@ def test_decoding_lowers_for_any_nvidia_gpu_and_copies_no_state(monkeypatch):
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        ("tree_h1_3_init", "float32"),
+        pytest.param("tree_h1_3_init", "float32", marks=pytest.mark.thorough),
         ("tree_h2_4_slow", "bfloat16"),
         pytest.param("tree_h2_2_hard", "float32", marks=pytest.mark.thorough),
         *[
@@ -303,7 +303,7 @@ def test_rounding(name, dtype):
         assert error < (1.3e-2 if dtype == "bfloat16" else 5e-5), f"{label}: {error:.1e}"
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_two_runs_give_the_same_bits():
     *arguments, d_out = draw()
     until, prev, _ = (np.stack([x, x]) for x in (*pack(FORESTS["random"])[:2], np.zeros(1)))
@@ -329,7 +329,7 @@ def test_a_convolution_follows_branches():
     np.testing.assert_allclose(behind, full[:, 3:], atol=1e-14)
 
 
-@pytest.mark.parametrize("impl", ["xla", "reference"])
+@pytest.mark.parametrize("impl", [pytest.param("xla", marks=pytest.mark.slow), "reference"])
 @pytest.mark.parametrize("dtype", ["float32", pytest.param("bfloat16", marks=pytest.mark.slow)])
 def test_strict_modes(impl, dtype):
     """Traced only: no dtype and no rank is promoted on the quiet."""

@@ -66,6 +66,7 @@ def test_cases_match_numpy(case, dtype):
     check(case, dtype, lambda *args, **options: weighted_logp(*args, **options, impl="xla"))
 
 
+@pytest.mark.slow
 def test_many_logits_walk_the_vocabulary(monkeypatch):
     """Match the path that materializes all logits."""
     monkeypatch.setattr(xla.gather, "MAX_LOGITS", 1)

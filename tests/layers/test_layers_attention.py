@@ -81,14 +81,15 @@ def test_one_op_changes_no_number(monkeypatch, qk_norm, rotated):
     [
         {"adjacent": True},
         {"qk_norm": "head", "norm": PreciseRMSNorm},
+        *(
+            pytest.param(options, marks=pytest.mark.slow)
+            for options in ({"qk_norm": "all_heads"}, {"output_gate": "joint"}, {"v_norm": True})
+        ),
         {"qk_norm": "rotated_head"},
-        {"qk_norm": "all_heads"},
         {"qkv_bias": True},
         {"clip": 1.0},
         {"output_gate": "own"},
-        {"output_gate": "joint"},
         {"values": "keys"},
-        {"v_norm": True},
     ],
     ids=str,
 )
@@ -98,6 +99,7 @@ def test_what_the_op_does_not_do_is_left_to_the_steps(monkeypatch, options):
     assert not calls
 
 
+@pytest.mark.slow
 def test_few_tokens_are_left_to_the_steps(monkeypatch):
     calls = asked(monkeypatch)
     step(make(qk_norm="head"), T=MIN_VECTORS // 2)
@@ -108,8 +110,8 @@ def test_few_tokens_are_left_to_the_steps(monkeypatch):
     "axes",
     [
         pytest.param({"fsdp": 4}, marks=pytest.mark.thorough),
-        {"fsdp": 2, "tensor": 2},
-        pytest.param({"context": 2, "data": 2}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.slow),
+        pytest.param({"context": 2, "data": 2}, marks=pytest.mark.thorough),
     ],
 )
 def test_heads_on_several_devices(monkeypatch, axes):

@@ -102,7 +102,7 @@ def expected(arrays):
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 2)) for i, n in enumerate(TRANSPORTS)]
+    "name", [pytest.param(n, marks=[pytest.mark.slow] * (i > 0)) for i, n in enumerate(TRANSPORTS)]
 )
 def test_every_routing_gives_what_one_device_computes(name, arrays, expected):
     x, gates, weights, shift, target = arrays

@@ -63,13 +63,13 @@ def test_microsteps_are_one_batch(single_device):
     check_same(update(make(), 2), single_device, 3e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "axes",
     [
         {"fsdp": 2, "tensor": 2},
-        pytest.param({"fsdp": 2, "context": 2}, marks=pytest.mark.thorough),
-        pytest.param({"data": 2, "tensor": 2}, marks=pytest.mark.thorough),
+        {"fsdp": 2, "context": 2},
+        {"data": 2, "tensor": 2},
     ],
     ids="_".join,
 )

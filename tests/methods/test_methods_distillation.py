@@ -161,7 +161,7 @@ def test_tokens_with_fewer_likeliest_ones():
 
 
 MESHES = [
-    ({"fsdp": 2, "tensor": 2}, None),
+    pytest.param({"fsdp": 2, "tensor": 2}, None, marks=pytest.mark.slow),
     pytest.param({"context": 2, "tensor": 2}, K, marks=pytest.mark.slow),
 ]
 

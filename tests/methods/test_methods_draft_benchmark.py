@@ -75,7 +75,7 @@ def same_gradient(actual_values, reference) -> None:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_dflash_is_the_same_loss(benchmarks, target):
     """Sum, denominator and gradients from the same weights and anchors."""
     import torch
@@ -134,7 +134,7 @@ def test_dflash_is_the_same_loss(benchmarks, target):
         same_gradient(array, block.qkv.weight.grad[q.shape[1] :])
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_eagle3_is_the_same_loss(benchmarks, target):
     """Sum, denominator and gradients through an unroll of 4, with a third of the tokens kept."""
     import torch

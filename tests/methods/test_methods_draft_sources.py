@@ -133,7 +133,7 @@ def test_states_from_other_devices_train_the_same(folder, from_step, monkeypatch
     assert "the target: busy" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_run_from_other_devices_resumes_exactly(folder):
     """Three devices train while another runs the target; batches that waited in the queue are made
     again."""

@@ -74,11 +74,11 @@ def test_microsteps_are_one_batch(single_device):
     check_same(update(make(), 4), single_device, 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "axes",
     [
-        pytest.param({"fsdp": 2, "tensor": 2}, marks=pytest.mark.thorough),
+        {"fsdp": 2, "tensor": 2},
         {"data": 2, "context": 2},
     ],
     ids="_".join,
@@ -89,6 +89,7 @@ def test_meshes_are_one_device(single_device, axes):
     check_same(update(make(), **axes), single_device, 2e-2 if "tensor" in axes else 1e-4)
 
 
+@pytest.mark.slow
 def test_advantages_lie_on_the_tokens_of_their_own_draw(single_device):
     """Three tokens of a draw share a number; RLOO's add up to 0 over a block's draws; one of a
     block's numbers lies on its first token alone."""
@@ -132,7 +133,7 @@ def test_noise_goes_by_seed_and_step(single_device):
     assert (second.tokens != single_device[2].tokens).any()
 
 
-@pytest.mark.parametrize("whitening", [False, True])
+@pytest.mark.parametrize("whitening", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_the_truth_itself_is_worth_two(whitening):
     """Draws that are what the text has there: alignment 2 at every pooling, and cfm 0; as draws
     are alike, diversity is 2, too, or among three whitened ones 2/3 (their products are 1/3). One

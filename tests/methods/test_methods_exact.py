@@ -45,7 +45,7 @@ def test_every_round_begins_at_the_samplers_log_probs(config, tmp_path, monkeypa
     assert "old log-probs are the sampler's" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "words",
     [

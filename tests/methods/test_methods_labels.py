@@ -150,7 +150,7 @@ def loss_and_gradient(labeled, objective):
 @pytest.mark.parametrize(
     ("average", "make"),
     [
-        ("token", make_groups),
+        pytest.param("token", make_groups, marks=pytest.mark.slow),
         pytest.param("sequence", make_groups, marks=pytest.mark.thorough),
         pytest.param("constant", make_groups, marks=pytest.mark.thorough),
         pytest.param("sequence", make_rewritten_groups, marks=pytest.mark.slow),

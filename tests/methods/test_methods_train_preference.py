@@ -169,7 +169,7 @@ def assert_same(actual, expected):
     [
         ("pairs", "two tokens"),
         pytest.param("labels", "two tokens", marks=pytest.mark.slow),
-        pytest.param("pairs", "qwen3", marks=pytest.mark.slow),
+        pytest.param("pairs", "qwen3", marks=pytest.mark.thorough),
     ],
 )
 def test_trees_are_flat_rows_and_microsteps_are_one_batch(kind, model):
@@ -309,7 +309,10 @@ def test_a_run_goes_on_and_a_kept_reference_is_the_reference(config, tmp_path, c
             marks=pytest.mark.thorough,
         ),
         ["task.reference=mixed", "task.reference_every=1", "task.ld_alpha=0.5"],
-        ["task.loss=aot", "task.share_prompts=false", "parallel.fsdp=2", "parallel.context=2"],
+        pytest.param(
+            ["task.loss=aot", "task.share_prompts=false", "parallel.fsdp=2", "parallel.context=2"],
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["kto qlora", "tr-dpo", "flat on a mesh"],
 )

@@ -111,6 +111,7 @@ def test_dpo(trl, folder, tmp_path):
     compare(actual_values, reference, [*PAIRS, "logits/chosen", "logits/rejected", "entropy"])
 
 
+@pytest.mark.thorough
 def test_kto(trl, folder, tmp_path):
     task = {"kind": "preference", "loss": "kto", "beta": 0.5}
     actual_values = of_us(
@@ -129,6 +130,7 @@ def test_orpo(trl, folder, tmp_path):
     compare(actual_values, reference, [*PAIRS, "log_odds_ratio", "log_odds_chosen", "nll_loss"])
 
 
+@pytest.mark.thorough
 def test_reward_model(trl, folder, tmp_path):
     task = {"kind": "reward_model", "center_rewards_coefficient": 0.05}
     actual_values = of_us(folder / "score", make_pairs(), task, tmp_path)

@@ -93,9 +93,10 @@ def assert_same_step(first, right, tolerance):
         assert np.abs(first[1][path] - grad).max() <= tolerance * np.abs(grad).max(), path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "turns_of_each",
-    [pytest.param((2, 2), marks=pytest.mark.slow), (1, 3)],
+    [pytest.param((2, 2), marks=pytest.mark.thorough), (1, 3)],
     ids=["same_k", "other_k"],
 )
 def test_grouped_branches_are_the_tree(turns_of_each):
@@ -108,6 +109,7 @@ def test_per_branch_is_the_tree_where_every_tree_has_the_same_k():
     assert_same_step(one_step("tree", (2, 2)), one_step("per_branch", (2, 2)), 1e-12)
 
 
+@pytest.mark.slow
 def test_with_other_k_per_branch_is_the_tree_under_normalize_branch():
     branch = one_step("per_branch", (1, 3))
     assert_same_step(one_step("tree", (1, 3), "branch"), branch, 1e-12)

@@ -7,6 +7,6 @@ DEFAULT = {
     *("qwen2_window", "llama"),
     *("qwen3_moe", "qwen3_5", "nemotron_h_moe"),
 }
-CHOSEN = {"qwen3_yarn", "qwen2_moe", "mixtral"}
+CHOSEN = {"qwen3_yarn", "mixtral"}
 LONG = {*HYBRID, *MAMBA}
 DECODED = {"nemotron_h_moe", "granitemoehybrid"}

@@ -8,7 +8,7 @@ from tiny_models import RAW, check_decoding
     ("name", "scan", "apart"),
     [
         pytest.param("qwen3", True, True, marks=pytest.mark.slow),
-        ("qwen2_window", False, False),
+        pytest.param("qwen2_window", False, False, marks=pytest.mark.slow),
         ("mistral", True, False),  # a ring of 5 slots, which a piece of a prompt fills and more
         pytest.param("qwen3_moe_mixed", True, True, marks=pytest.mark.thorough),
         pytest.param("qwen3_5", True, True, marks=pytest.mark.slow),

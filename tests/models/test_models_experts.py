@@ -36,6 +36,7 @@ def test_sharded_gradients_equal_one_device(sizes, one_device):
         np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5 * float(np.abs(b).max()))
 
 
+@pytest.mark.slow
 def test_experts_are_spread_over_their_axis():
     model = build.init(
         families.config_from_hf(RAW["qwen3_moe"]), 0, mesh=make_mesh(expert=2, fsdp=2)

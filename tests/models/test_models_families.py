@@ -244,7 +244,7 @@ def test_prefill_and_steps_equal_full_forward(name):
     check_decoding(FAMILIES[name])
 
 
-@pytest.mark.parametrize("name", cases(SHARDED, slow=["gpt_oss_plain", "ministral3"]))
+@pytest.mark.parametrize("name", cases(SHARDED, slow=["ministral3"]))
 def test_sharded_gradients_equal_one_device(name):
     """In float64, so that nothing but the order of sums differs."""
     with jax.enable_x64(True):

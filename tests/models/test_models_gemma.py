@@ -38,7 +38,9 @@ def read_text(name: str) -> dict:
     return {**SIZES, **FAMILIES[name], "dtype": "float32"}
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize(
+    "name", ["gemma3", pytest.param("gemma4_per_layer", marks=pytest.mark.slow)]
+)
 def test_text_of_a_multimodal_folder(name, tmp_path):
     """Numbers match those of a text-only folder; towers, and keys that no layer uses, come out
     again byte by byte, with the same config.json."""

@@ -122,7 +122,7 @@ def test_written_and_read_back(tmp_path, architecture):
     assert restored.eos_token == tokenizer.eos_token
 
 
-@pytest.mark.parametrize("kind", ERRORS)
+@pytest.mark.parametrize("kind", [pytest.param("f16", marks=pytest.mark.slow), *list(ERRORS)[1:]])
 def test_types_stay_within_their_error(tmp_path, kind):
     make(tmp_path / "model", "Qwen3ForCausalLM")
     tokenizer = load_tokenizer(str(tmp_path / "model"))
@@ -162,7 +162,7 @@ def test_transformers_reads_the_same_weights(tmp_path, architecture):
     np.testing.assert_allclose(q.astype(np.float32), want, atol=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_an_adapter_names_a_base_that_peft_opens(tmp_path):
     make(tmp_path / "model", "Qwen3ForCausalLM")
     tokenizer = load_tokenizer(str(tmp_path / "model"))

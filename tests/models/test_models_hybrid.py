@@ -97,6 +97,7 @@ def write_folder(folder, name="qwen3_5", multimodal=True, fused=False):
     return tensors
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "multimodal", "fused"),
     [

@@ -178,9 +178,9 @@ GLM = {
 @pytest.mark.parametrize(
     ("raw", "billions", "dims", "carried"),
     [
-        (M2, (228, 229), 64, ()),
-        (TRINITY, (26, 26.5), 128, ()),
-        (ERNIE, (21.5, 22), 128, ("mtp", "model.mtp")),
+        pytest.param(M2, (228, 229), 64, (), marks=pytest.mark.slow),
+        pytest.param(TRINITY, (26, 26.5), 128, (), marks=pytest.mark.slow),
+        pytest.param(ERNIE, (21.5, 22), 128, ("mtp", "model.mtp"), marks=pytest.mark.slow),
         (HUNYUAN, (80, 81), 128, ()),
         (GLM, (106, 108), 64, ("model.layers.46.",)),
     ],

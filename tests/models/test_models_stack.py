@@ -187,7 +187,7 @@ def test_bfloat16_compute_keeps_float32_masters():
 @pytest.mark.parametrize(
     "name, layers",
     [
-        ("qwen3", (2, 0)),
+        pytest.param("qwen3", (2, 0), marks=pytest.mark.slow),
         pytest.param("qwen2_window", (1,), marks=pytest.mark.slow),
         ("qwen2_window", (3, 2)),
     ],

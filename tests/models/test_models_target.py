@@ -103,6 +103,7 @@ def write_adapter(folder, config, full=()):
     write_peft(values, config, adapter, folder, None)
 
 
+@pytest.mark.slow
 def test_a_target_with_an_adapter_is_the_merged_model(tmp_path):
     config = write_base(tmp_path / "base")
     write_adapter(tmp_path / "adapter", config, full=("lm_head.embedding",))
@@ -133,7 +134,7 @@ def test_a_target_in_few_bits_is_near_the_whole_one(tmp_path):
         assert 0 < error < 0.05, name
 
 
-@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("tied", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_the_ends_are_those_of_the_whole_model(tmp_path, tied):
     config = write_base(tmp_path / "base", tie_word_embeddings=tied)
     for folder in (tmp_path / "base", None):

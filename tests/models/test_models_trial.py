@@ -26,7 +26,8 @@ def toy(monkeypatch):
     ("raw", "apart"),
     [
         (RAW["qwen3"], True),
-        (RAW["mistral"], False),  # rings of 5 slots, of which a trial of 4 takes most
+        # Rings of 5 slots, of which a trial of 4 takes most.
+        pytest.param(RAW["mistral"], False, marks=pytest.mark.slow),
         # Recurrent layers between rings.
         pytest.param({**SIZES, **TOY}, True, marks=pytest.mark.slow),
         pytest.param(RAW["qwen3_5"], True, marks=pytest.mark.slow),

@@ -117,8 +117,8 @@ def test_text_alone_runs_no_tower():
     model.hidden(batch)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("name", [pytest.param("smolvlm", marks=pytest.mark.thorough), "qwen3_vl"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["smolvlm", "qwen3_vl"])
 def test_branches_packed_and_alone_are_equal_on_every_mesh(name):
     """In float64, so that nothing but the order of sums differs; scanned and layer by layer."""
     raw = VISION[name]

@@ -92,7 +92,7 @@ def test_files_and_packages_that_are_not_installed_are_told_as_well(tmp_path):
     assert "of a file, sha256" in write_card(config, 1)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_it_installs_and_trains(tmp_path, monkeypatch):
     sources, site, work = tmp_path / "sources", tmp_path / "site", tmp_path / "work"
     shutil.copytree(EXAMPLE, sources)  # a build leaves folders behind

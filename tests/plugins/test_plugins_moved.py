@@ -103,6 +103,7 @@ def test_every_row_of_the_tables_leads_somewhere(old):
     assert places and all(importlib.util.find_spec(position) for position in places)
 
 
+@pytest.mark.slow
 def test_sections_of_methods_import_in_any_order():
     for first in ("jaxtrain.methods.rl.config", "jaxtrain.config.refresh", "jaxtrain.methods"):
         subprocess.run([sys.executable, "-c", f"import {first}, jaxtrain.config"], check=True)

@@ -65,7 +65,11 @@ def test_the_environment_is_played_by_hand_as_the_page_says(capsys):
     [
         ("my_reward.toml", {"rewards/right/mean", "rewards/short/mean"}),
         ("my_env.toml", {"rewards/guess/mean", "env/turns"}),
-        ("my_tools.toml", {"rewards/right/mean", "env/tool_calls", "env/tool_errors"}),
+        pytest.param(
+            "my_tools.toml",
+            {"rewards/right/mean", "env/tool_calls", "env/tool_errors"},
+            marks=pytest.mark.thorough,
+        ),
     ],
 )
 def test_a_config_of_the_page_trains(folder, name, metrics):

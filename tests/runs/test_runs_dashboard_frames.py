@@ -70,7 +70,7 @@ def test_every_size_has_its_picture(tmp_path):
     watch(write_two(tmp_path), script)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_keys_do_what_the_help_says(tmp_path):
     async def script(watching: Watching) -> None:
         press, app = watching.press, watching.app
