@@ -149,6 +149,7 @@ def assert_peft_agrees(folder, base, ours, merged):
     return model
 
 
+@pytest.mark.slow
 def test_peft_loads_adapters_of_some_layers_that_we_write(base, tmp_path):
     config, folder = base
     slots = choose(config, "layers.(0|2).mlp", "q_proj", "layers.1.*.v_proj", ranks={"q_proj": 2})

@@ -254,7 +254,8 @@ def test_frozen_weights_count_two_thirds_of_a_trained_one():
     assert count_matmul_params(rebuild({**frozen, **trained}), frozen) == pytest.approx(expected)
 
 
-@pytest.mark.parametrize("remat", [pytest.param("elementwise", marks=pytest.mark.slow), "dots"])
+@pytest.mark.slow
+@pytest.mark.parametrize("remat", ["elementwise", "dots"])
 def test_the_backward_pass_keeps_of_an_adapted_product_what_it_keeps_of_a_plain_one(remat):
     """The sum, not both its terms; beside it only what is as narrow as the rank."""
     micro = jax.tree.map(lambda leaf: jnp.asarray(leaf[0]), documents_batch(rows=2))

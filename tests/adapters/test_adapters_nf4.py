@@ -142,6 +142,7 @@ def test_a_quantized_model_is_its_merged_folder(kind, tmp_path):
     assert np.abs(logits(loading.load(tmp_path / "plain")) - actual_values).max() > 1e-3 * scale
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "bits"),
     [("nf4", (4.1, 4.3)), pytest.param("int8", (8.0, 8.5), marks=pytest.mark.thorough)],

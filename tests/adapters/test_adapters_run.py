@@ -181,6 +181,7 @@ def test_generate_with_a_run_and_with_its_export(trained, capsys):
     assert answers[0] == answers[1] and ">>> What is 1 + 1?" in answers[0]
 
 
+@pytest.mark.slow
 def test_dry_run_counts_what_is_trained(config, tmp_path, capsys):
     assert run("--config", config, "--dry-run", f"run.output_dir={tmp_path / 'no'}") == 0
     shown = capsys.readouterr().out

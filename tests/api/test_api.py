@@ -60,6 +60,7 @@ def test_logits_and_logprobs_are_transformers(folder, model):
         )
 
 
+@pytest.mark.slow
 def test_texts_that_share_rows_are_what_they_are_alone(model):
     many = [list(range(i, i + 1 + i % 40)) for i in range(60)]
     together = model.logprobs(many, temperature=0.7)

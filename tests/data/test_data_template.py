@@ -286,6 +286,7 @@ def test_no_chat_template(shipped):
         Renderer(tokenizer)
 
 
+@pytest.mark.slow
 def test_qwen2_tokenizer():
     folder = DATA / "qwen2_tokenizer"
     if not folder.exists():

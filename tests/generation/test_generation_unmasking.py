@@ -96,7 +96,10 @@ def by_hand(model, prompt, shift, steps, block, confidence="probability", thresh
     "how",
     [
         {"shift": True, "steps": 8, "block_length": 3, "threshold": 0.4},
-        {"shift": False, "steps": 3, "block_length": 8, "confidence": "margin"},
+        pytest.param(
+            {"shift": False, "steps": 3, "block_length": 8, "confidence": "margin"},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"shift": True, "steps": 4, "block_length": 3, "confidence": "entropy"},
             marks=pytest.mark.thorough,
@@ -114,6 +117,7 @@ def test_the_sampler_does_what_is_written_out_here(models, how):
         assert actual.finish_reason == "length" and len(actual.versions) == LENGTH
 
 
+@pytest.mark.slow
 def test_a_cache_is_exact_where_the_rest_of_the_text_cannot_change(models):
     """In a single layer, keys and values of a token are its own: the block alone reads the same."""
     how = {"shift": True, "block_length": 4, "steps": 8}

@@ -221,7 +221,8 @@ def draw_step(dtype="float32", rows=3):
     return *low, -abs(jnp.asarray(g)), jax.nn.sigmoid(beta), jnp.asarray(until), jnp.asarray(state)
 
 
-@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.slow), "bfloat16"])
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [pytest.param("float32", marks=pytest.mark.thorough), "bfloat16"])
 def test_the_kernel_of_decoding(dtype):
     """Interpreted, in two programs a head: beside XLA; a row without a token keeps every bit."""
     *arguments, until, state = draw_step(dtype)

@@ -76,8 +76,11 @@ def read_and_go_on(layer, both_sides: bool = False):
 @pytest.mark.parametrize(
     "how",
     [
-        *("plain", "lora", "both_sides"),
-        *(pytest.param(how, marks=pytest.mark.slow) for how in ("int8", "nf4_lora", "dora")),
+        "plain",
+        *(
+            pytest.param(how, marks=pytest.mark.slow)
+            for how in ("int8", "nf4_lora", "lora", "dora", "both_sides")
+        ),
     ],
 )
 def test_absorbed_is_expanded(how, monkeypatch):

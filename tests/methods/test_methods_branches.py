@@ -138,6 +138,7 @@ def check_greedy(name: str, drawn) -> None:
         assert (logp.argmax(-1) == drawn[row, block, sample]).all()
 
 
+@pytest.mark.slow
 def test_greedy_blocks_are_each_decoded_alone():
     check_greedy("qwen3", draw("qwen3", SamplingOptions(N, G, 0.0)))
 

@@ -405,7 +405,13 @@ def read_number(batches, table):
     return loss, sum(float(value) for value, _ in metrics.values())
 
 
-@pytest.mark.parametrize("loss", get_args(LossName))
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (i % 4 > 0))
+        for i, name in enumerate(get_args(LossName))
+    ],
+)
 def test_no_number_is_ignored_silently(loss):
     """Every number of section task changes what a loss is, or is refused by its name."""
     batches: dict = {}

@@ -245,11 +245,11 @@ RANDOM = settings(
     [
         ("qwen3", "xla"),
         pytest.param("mistral", "xla", marks=pytest.mark.slow),
-        ("mistral", "reference"),
+        pytest.param("mistral", "reference", marks=pytest.mark.slow),
         pytest.param("qwen3", "reference", marks=pytest.mark.thorough),
     ],
 )
-@settings(RANDOM, max_examples=20)
+@settings(RANDOM, max_examples=10)
 @given(forest=FORESTS)
 def test_random_forests_equal_their_branches(name, impl, forest):
     check_forest(name, impl, forest)
@@ -386,6 +386,7 @@ def slots_of(tokens: np.ndarray, batch: Batch) -> np.ndarray:
     return np.array(slots)
 
 
+@pytest.mark.slow
 def test_a_prompt_that_sees_itself_is_dense_attention_with_that_mask():
     """Two documents of a prefix language model, against scores [N, T, T] and a mask by hand."""
     rng = np.random.default_rng(0)

@@ -34,9 +34,10 @@ def write_mistral(folder, text: str, tied: bool):
     return model
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "tied"),
-    [("ministral3", False), pytest.param("mistral", True, marks=pytest.mark.slow)],
+    [("ministral3", False), ("mistral", True)],
 )
 def test_the_text_of_a_mistral_with_a_tower(text, tied, tmp_path):
     mistral = write_mistral(tmp_path / "in", text, tied)

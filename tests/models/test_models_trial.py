@@ -25,7 +25,7 @@ def toy(monkeypatch):
 @pytest.mark.parametrize(
     ("raw", "apart"),
     [
-        (RAW["qwen3"], True),
+        pytest.param(RAW["qwen3"], True, marks=pytest.mark.slow),
         # Rings of 5 slots, of which a trial of 4 takes most.
         pytest.param(RAW["mistral"], False, marks=pytest.mark.slow),
         # Recurrent layers between rings.

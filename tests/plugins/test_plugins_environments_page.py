@@ -118,6 +118,7 @@ def replay(seed, texts):
     return "".join(board)
 
 
+@pytest.mark.slow
 def test_a_sandbox(folder):
     from jaxtrain.environments.rewards.load import call_function, find_function
 

@@ -219,6 +219,7 @@ def test_an_engine(name_of, tokenizer):
     assert set(actual[0].versions) == {3} and actual[0].tokens[-1] == 2
 
 
+@pytest.mark.slow
 def test_a_round_of_reinforcement_learning_with_the_engine_and_the_environment(
     my_package, tmp_path
 ):
