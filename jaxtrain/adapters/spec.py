@@ -21,8 +21,8 @@ from jaxtrain.models.decoder_config import DecoderConfig
 ALL, ROUTER = "all-linear", "router"
 APART = {
     ROUTER: (ROUTER,),
-    "tower": ("tower", "vision"),
-    "projector": ("projector", "connector", "vision"),
+    "tower": ("tower", "vision", "visual"),
+    "projector": ("projector", "connector", "merger", "vision"),
 }
 """Presets that only patterns with one of these words reach; those of routers by what the folder
 calls them, too."""

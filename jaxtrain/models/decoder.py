@@ -236,14 +236,10 @@ class Decoder(EmbeddingAndHead, CachedStack):
         self.carries = config.carries
         self.experts_per_token = config.experts_per_token
         self.noise: Any = nnx.data(None)
-        self.vision = self.make_vision(config, options, rngs)
+        # (Images, RowNoise or None) -> features [B, F, D] of images, and those for single layers.
+        self.vision = None if config.vision is None else config.vision.build(config, options, rngs)
         if options.exact is not None:
             options.exact.attach(self)
-
-    def make_vision(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs) -> Any:
-        """Build the module (Images, RowNoise or None) -> features [B, F, D] of images, and those
-        for single layers; None for text alone."""
-        return None
 
     @abstractmethod
     def make_block(

@@ -1,8 +1,7 @@
 """Shared parts of the hybrid Qwen families: linear attention (layers.gated_delta) with gated full
 attention in every fourth layer, their config.json, their tensor names.
 
-Folders of the Hub are multimodal (models.multimodal). The vision tower (`model.visual.`) and the
-heads that predict further tokens (`mtp.`) are carried along.
+The heads that predict further tokens (`mtp.`) are carried along.
 """
 
 import dataclasses
@@ -34,8 +33,7 @@ class HybridConfig(TextConfig):
     rope_keys: ClassVar[tuple[str, ...]] = (
         *("partial_rotary_factor", "mrope_section", "mrope_interleaved"),
     )
-    """The last two set rows, columns and time of images apart, which are one number for text."""
-    carries: ClassVar[tuple[str, ...]] = ("model.visual.", "mtp.")
+    carries: ClassVar[tuple[str, ...]] = ("mtp.",)
     goes_stale: ClassVar[tuple[str, ...]] = ("mtp.",)
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "attn_output_gate": (True,),
@@ -46,9 +44,6 @@ class HybridConfig(TextConfig):
         "full_attention_interval": (),
         "mlp_only_layers": ([],),
     }
-    media: ClassVar[tuple[str, ...]] = (
-        *("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id"),
-    )
 
     layer_types: tuple[str, ...] | None = None
     linear_num_key_heads: int

@@ -5,16 +5,13 @@ import dataclasses
 import json
 from typing import ClassVar
 
-from flax import nnx
-
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models import llama
-from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.multimodal import ImageTextConfig
 from jaxtrain.models.naming import with_prefix
-from jaxtrain.models.vision import TileConfig, TileVision, tower_names
+from jaxtrain.models.vision import TileConfig, tower_names
 
 
 class TowerConfig(TileConfig):
@@ -51,8 +48,7 @@ class Config(ImageTextConfig):
 
 
 class Model(llama.Model):
-    def make_vision(self, config: Config, options: DecoderOptions, rngs: nnx.Rngs) -> TileVision:
-        return TileVision(config.vision, config.merge, config.hidden_size, options, rngs)
+    pass
 
 
 def names(config: Config) -> list[ParameterEntry]:

@@ -1,6 +1,6 @@
 """The text of folders that hold more: what concerns it stands in `text_config`, the rest around it.
 
-Towers for sound, and of most families those for images, are no part of the model here; every export
+Towers for sound, and of some families those for images, are no part of the model here; every export
 takes their tensors along byte by byte. A folder of text alone has one level, and other names of its
 tensors. `ImageTextConfig` is one whose tower is a part of the model.
 """
@@ -97,9 +97,14 @@ class ImageTextConfig(TextConfig):
 
     tower_type: ClassVar[Any]
     """models.vision.VisionConfig of the tower."""
+    tower_tensors: ClassVar[tuple[str, ...]] = ()
+    """What those of tower and projector begin with, of families that have folders of text alone:
+    without `vision_config` they are carried along."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        if cls.tower_tensors and "vision_config" not in raw:
+            return super().from_hf(raw)
         for key in ("text_config", "vision_config"):
             if not isinstance(raw.get(key), Mapping):
                 raise UserError(
@@ -116,8 +121,14 @@ class ImageTextConfig(TextConfig):
     def merge(self) -> int:
         """Patches along a side of the block that one feature is made of."""
 
+    @property
+    def carries(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (*(self.tower_tensors if self.vision is None else ()), *super().carries)
+
     def check_drawn(self) -> None:
-        """Do nothing: the tower is drawn with the text."""
+        """Refuse a tower that is carried along; others are drawn with the text."""
+        if self.vision is None:
+            super().check_drawn()
 
 
 def split_levels(

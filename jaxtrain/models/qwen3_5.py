@@ -1,5 +1,5 @@
 """Qwen3.5 and Qwen3.6 dense (Qwen Team 2026): three layers of linear attention, one of gated full
-attention, and so on; text of multimodal folders, or text alone."""
+attention, and so on; folders with a tower for images, or of text alone."""
 
 import dataclasses
 from typing import ClassVar
@@ -10,15 +10,23 @@ from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.blocks import dense_mlp
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.hybrid import HybridConfig, linear_names, make_mixing_block, projection_names
-from jaxtrain.models.naming import attention_names, mlp_names, outer_names, with_prefix
+from jaxtrain.models.naming import attention_names, mlp_names, outer_names
+from jaxtrain.models.qwen_vision import QwenImageConfig, QwenTowerConfig, qwen_names
+
+
+class TowerConfig(QwenTowerConfig):
+    model_type: ClassVar[str] = "qwen3_5_vision"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(HybridConfig):
+class Config(QwenImageConfig, HybridConfig):
     architecture: ClassVar[str] = "Qwen3_5ForCausalLM"
     also: ClassVar[tuple[str, ...]] = ("Qwen3_5ForConditionalGeneration",)
     model_type: ClassVar[str] = "qwen3_5"
     text_type: ClassVar[str] = "qwen3_5_text"
+    tower_type: ClassVar[type[TowerConfig]] = TowerConfig
+    tower_tensors: ClassVar[tuple[str, ...]] = ("model.visual.",)
+    section: ClassVar[tuple[int, ...]] = (11, 11, 10)
 
 
 class Model(Decoder):
@@ -35,4 +43,4 @@ def names(config: Config) -> list[ParameterEntry]:
         else:
             entries += attention_names(kind, layers, qk_norm=True)
         entries += mlp_names(kind, layers)
-    return with_prefix(entries, config.prefix)
+    return qwen_names(config, entries)

@@ -14,15 +14,23 @@ from jaxtrain.models.hybrid_experts import (
     shared_expert_names,
     shared_experts_mlp,
 )
-from jaxtrain.models.naming import attention_names, outer_names, with_prefix
+from jaxtrain.models.naming import attention_names, outer_names
+from jaxtrain.models.qwen_vision import QwenImageConfig, QwenTowerConfig, qwen_names
+
+
+class TowerConfig(QwenTowerConfig):
+    model_type: ClassVar[str] = "qwen3_5_moe_vision"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(HybridExpertsConfig):
+class Config(QwenImageConfig, HybridExpertsConfig):
     architecture: ClassVar[str] = "Qwen3_5MoeForCausalLM"
     also: ClassVar[tuple[str, ...]] = ("Qwen3_5MoeForConditionalGeneration",)
     model_type: ClassVar[str] = "qwen3_5_moe"
     text_type: ClassVar[str] = "qwen3_5_moe_text"
+    tower_type: ClassVar[type[TowerConfig]] = TowerConfig
+    tower_tensors: ClassVar[tuple[str, ...]] = ("model.visual.",)
+    section: ClassVar[tuple[int, ...]] = (11, 11, 10)
 
     intermediate_size: int = 0
     """There is no dense layer."""
@@ -48,4 +56,4 @@ def names(config: Config) -> list[ParameterEntry]:
         else:
             entries += attention_names(kind, layers, qk_norm=True)
         entries += shared_expert_names(config, kind, layers)
-    return with_prefix(entries, config.prefix)
+    return qwen_names(config, entries)

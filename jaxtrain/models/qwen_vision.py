@@ -1,6 +1,6 @@
 """The tower of Qwen3-VL and Qwen3.5: images of any size, positions between those of a learned
 grid, rotations by row and column, and features for the first layers of the text (DeepStack: Meng
-et al. 2024, arXiv:2406.04334).
+et al. 2024, arXiv:2406.04334); and what a text around it shares.
 
 Shapes: as in vision.py; M patches of a block.
 """
@@ -27,9 +27,12 @@ from jaxtrain.huggingface.ops import (
     Transpose,
 )
 from jaxtrain.layers.linear import LayerInit, Linear
+from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import LayerNorm
 from jaxtrain.layers.rope import Angles
 from jaxtrain.models.decoder import DecoderOptions
+from jaxtrain.models.multimodal import ImageTextConfig
+from jaxtrain.models.naming import with_prefix
 from jaxtrain.models.vision import (
     Encoder,
     PatchEmbedding,
@@ -57,16 +60,22 @@ class QwenTowerConfig(VisionConfig):
         "in_channels": (3,),
         "temporal_patch_size": (FRAMES,),
     }
+    deep: ClassVar[bool] = False
+    """True where the text's first layers get features of the tower's layers."""
     spatial_merge_size: int
     out_hidden_size: int
     num_position_embeddings: int
-    deepstack_visual_indexes: tuple[int, ...]
+    deepstack_visual_indexes: tuple[int, ...] = ()
     rope: tuple[tuple[str, Any], ...] = ()
 
     @property
     @override
     def side(self) -> int:
         return int(self.num_position_embeddings**0.5)
+
+    @override
+    def build(self, config: Any, options: DecoderOptions, rngs: nnx.Rngs) -> "QwenVision":
+        return QwenVision(self, options, rngs)
 
     @override
     def check(self) -> None:
@@ -82,11 +91,72 @@ class QwenTowerConfig(VisionConfig):
                 f"config.json: vision_config.num_position_embeddings={self.num_position_embeddings}"
                 " is no square"
             )
+        if layers and not self.deep:
+            raise UserError(
+                f"config.json: vision_config.deepstack_visual_indexes={list(layers)}; only [] is"
+                f" computed for {self.model_type}"
+            )
         if list(layers) != sorted({*layers}) or (layers and layers[-1] >= self.num_hidden_layers):
             raise UserError(
                 f"config.json: vision_config.deepstack_visual_indexes={list(layers)} must ascend,"
                 f" below depth={self.num_hidden_layers}"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class QwenImageConfig(ImageTextConfig):
+    """Attributes of a text whose pairs of dims turn by time, row or column."""
+
+    media: ClassVar[tuple[str, ...]] = ("image_token_id", "video_token_id")
+    """Not what stands before and behind an image: those are read like text."""
+    section: ClassVar[tuple[int, ...]] = (24, 20, 20)
+    """mrope_section where config.json has none."""
+
+    @override
+    def check(self) -> None:
+        super().check()
+        if self.vision is not None and self.vision.out_hidden_size != self.hidden_size:
+            raise UserError(
+                f"config.json: vision_config.out_hidden_size={self.vision.out_hidden_size} must be"
+                f" the text's hidden_size={self.hidden_size}"
+            )
+
+    @property
+    @override
+    def merge(self) -> int:
+        return self.vision.spatial_merge_size
+
+    @property
+    @override
+    def rope_axes(self) -> tuple[int, ...] | None:
+        if self.vision is None:
+            return None
+        [(frequency, _)] = self.encodings().values()
+        return interleave_axes(len(frequency), dict(self.rope).get("mrope_section", self.section))
+
+    @override
+    def layers(self) -> tuple[LayerSpec, ...]:
+        specs = super().layers()
+        count = 0 if self.vision is None else len(self.vision.deepstack_visual_indexes)
+        if count > len(specs):
+            raise UserError(
+                f"config.json: vision_config.deepstack_visual_indexes names {count} layers; the"
+                f" text has num_hidden_layers={self.num_hidden_layers}"
+            )
+        deep = (dataclasses.replace(spec, adds=index) for index, spec in enumerate(specs[:count]))
+        return (*deep, *specs[count:])
+
+
+def interleave_axes(pairs: int, section: Any) -> tuple[int, ...]:
+    """Return what each pair of dims turns by, 0 time, 1 row, 2 column, in turn as long as section
+    [time, row, column] of them last. Raises UserError for another section."""
+    if len(section) != 3 or any(type(n) is not int or n < 0 for n in section):
+        raise UserError(
+            f"config.json: mrope_section={list(section)} must be three numbers of pairs"
+        )
+    return tuple(
+        pair % 3 if pair % 3 and pair < 3 * section[pair % 3] else 0 for pair in range(pairs)
+    )
 
 
 class QwenTower(Encoder):
@@ -175,6 +245,12 @@ class QwenVision(Vision):
     ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
         deep = zip(self.projector.deep, captured, strict=True)
         return self.projector.merger(x_BFMD), tuple(merger(x) for merger, x in deep)
+
+
+def qwen_names(config: QwenImageConfig, text: list[ParameterEntry]) -> list[ParameterEntry]:
+    """Entries of the text, given with short names, and of the tower, if there is one."""
+    tower = [] if config.vision is None else qwen_tower_names(config.vision, "model.visual.")
+    return [*with_prefix(text, config.prefix), *tower]
 
 
 def qwen_tower_names(config: QwenTowerConfig, root: str) -> list[ParameterEntry]:

@@ -96,6 +96,10 @@ class VisionConfig:
     def side(self) -> int:
         """Patches along a side of the image that the positions were trained on."""
 
+    @abstractmethod
+    def build(self, config: Any, options: DecoderOptions, rngs: nnx.Rngs) -> "Vision":
+        """Build the tower and the projector of a model with this `vision`."""
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TileConfig(VisionConfig):
@@ -107,6 +111,10 @@ class TileConfig(VisionConfig):
     @override
     def side(self) -> int:
         return self.image_size // max(self.patch_size, 1)
+
+    @override
+    def build(self, config: Any, options: DecoderOptions, rngs: nnx.Rngs) -> "TileVision":
+        return TileVision(self, config.merge, config.hidden_size, options, rngs)
 
 
 class PatchEmbedding(nnx.Module):

@@ -20,22 +20,29 @@ from jaxtrain.models import build, families, loading
 from jaxtrain.models.parameters import split_model
 
 FC1 = r"vision_model\.encoder\.layers\.[12]\.mlp\.fc1"
+LINEAR_FC1 = r"visual\.blocks\.[12]\.mlp\.linear_fc1"
 CASES = {
     "text": (["all-linear"], {"stack"}),
     "all": (["attention", "tower", "projector"], {"stack", "tower", "projector"}),
     "some layers of the tower": (["projector", FC1], {"projector", "tower"}),
+    "some layers of Qwen's tower": (["*merger.linear_fc2", LINEAR_FC1], {"projector", "tower"}),
 }
+SLOW = [("smolvlm", "all"), ("smolvlm", "some layers of the tower"), ("qwen3_5", "all")]
+THOROUGH = [
+    ("smolvlm", "text"),
+    ("qwen3_5", "some layers of Qwen's tower"),
+    *((name, "all") for name in VISION if name not in ("smolvlm", "idefics3", "qwen3_5")),
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "case",
-    [pytest.param(case, marks=pytest.mark.thorough if case == "text" else ()) for case in CASES],
+    ("name", "case"), [*SLOW, *(pytest.param(*each, marks=pytest.mark.thorough) for each in THOROUGH)]
 )
-def test_adapters_of_each_part_are_those_of_peft(case, tmp_path):
+def test_adapters_of_each_part_are_those_of_peft(name, case, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
     target, parts = CASES[case]
-    make_torch(VISION["smolvlm"]).save_pretrained(tmp_path / "base")
+    make_torch(VISION[name]).save_pretrained(tmp_path / "base")
     config = families.read_config(tmp_path / "base")
     slots = choose_slots(find_adaptable(config), target, LoRASpec(3, 5.0), {}, {})
     assert {path.removeprefix("vision.").split(".")[0] for path in slots} == parts
@@ -67,12 +74,10 @@ def test_adapters_of_each_part_are_those_of_peft(case, tmp_path):
     assert count == sum(
         len(value) if value.ndim > 2 else 1 for path, value in values.items() if path.endswith(".a")
     )
-    batch, _, images = make_batch(VISION["smolvlm"])
+    batch, _, images = make_batch(VISION[name])
+    inputs = processed(VISION[name], np.asarray(batch.tokens)[0], images[:2])
     with torch.no_grad():
-        expected = adapted(
-            input_ids=torch.tensor(np.asarray(batch.tokens)[:1].tolist()),
-            pixel_values=torch.from_numpy(processed(VISION["smolvlm"], images[:2])["pixel_values"]),
-        ).logits[0]
+        expected = adapted(**{key: torch.from_numpy(x) for key, x in inputs.items()}).logits[0]
     model = rebuild({**split_model(loading.load(tmp_path / "base"))[0], **values})
     # float32 sums in another order.
     assert relative_error(model.logits(model.hidden(batch).hidden)[0], expected.numpy()) < 1e-4

@@ -163,9 +163,11 @@ def test_a_placeholder_that_is_no_control_token_is_named(tmp_path):
         read_format(tmp_path, CONFIG, tokenizer)
 
 
-def test_a_folder_without_settings_is_named(tmp_path):
-    with pytest.raises(UserError, match=r"has no preprocessor_config.json or processor_config"):
-        read_format(tmp_path, CONFIG, None)
+def test_a_folder_without_settings_is_named(tmp_path, capsys):
+    assert read_format(tmp_path, CONFIG, None) is None
+    error = capsys.readouterr().err
+    assert "has no preprocessor_config.json or processor_config" in error
+    assert error.endswith("rows with images are left out\n")
     (tmp_path / "preprocessor_config.json").write_text("[]")
     with pytest.raises(UserError, match="is no JSON object"):
         read_format(tmp_path, CONFIG, None)

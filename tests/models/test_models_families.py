@@ -100,7 +100,7 @@ def make_torch(raw, seed=0):
     torch.manual_seed(seed)
     config = transformers.AutoConfig.for_model(**raw)
     auto = transformers.AutoModelForCausalLM
-    if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
+    if "vision_config" in raw or type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         auto = transformers.AutoModelForImageTextToText
     model = auto.from_config(config, attn_implementation="eager")
     with torch.no_grad():  # norms and biases start at 1 and 0, which would hide a mix-up

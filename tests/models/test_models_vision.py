@@ -15,7 +15,7 @@ import torch
 import transformers
 from flax import nnx
 from test_models_families import leaves, make_torch, read_flat, relative_error
-from tiny_vision import IMAGE, VISION, make_batch, merge_of, pack_images, processed
+from tiny_vision import VISION, make_batch, merge_of, pack_images, processed
 
 from jaxtrain.batch import IMAGE_SLOT
 from jaxtrain.cli.quantize import choose_matrices
@@ -46,7 +46,10 @@ def run(model, batch, probe):
 
 @pytest.mark.parametrize(
     "name",
-    ["qwen3_vl", *(pytest.param(n, marks=pytest.mark.slow) for n in ("idefics3", "smolvlm"))],
+    [
+        *("qwen3_vl", "qwen3_5"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("idefics3", "smolvlm", "qwen3_5_moe")),
+    ],
 )
 def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     theirs = reference(name)
@@ -77,12 +80,10 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     logits, grads = run(model, batch, probe)
     theirs.zero_grad()
     for sequence in sequences:
-        ids = torch.from_numpy(tokens[sequence.row, sequence.places][None]).long()
-        inputs = processed(VISION[name], [images[number] for number in sequence.images])
+        ids = tokens[sequence.row, sequence.places]
+        inputs = processed(VISION[name], ids, [images[number] for number in sequence.images])
         inputs = {key: torch.from_numpy(value) for key, value in inputs.items()}
-        if "image_grid_thw" in inputs:
-            inputs["mm_token_type_ids"] = (ids == IMAGE).int()
-        out = theirs(input_ids=ids, use_cache=False, **inputs).logits[0]
+        out = theirs(use_cache=False, **inputs).logits[0]
         ours = logits[sequence.row, sequence.places]
         assert relative_error(ours, out.detach().numpy()) < 1e-5, sequence
         seen = sequence.seen
@@ -118,7 +119,7 @@ def test_text_alone_runs_no_tower():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["smolvlm", "qwen3_vl"])
+@pytest.mark.parametrize("name", [name for name in VISION if name != "idefics3"])
 def test_branches_packed_and_alone_are_equal_on_every_mesh(name):
     """In float64, so that nothing but the order of sums differs; scanned and layer by layer."""
     raw = VISION[name]

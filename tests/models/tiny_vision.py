@@ -4,7 +4,7 @@ import dataclasses
 
 import jax.numpy as jnp
 import numpy as np
-from tiny_models import SIZES
+from tiny_models import RAW, SIZES
 
 from jaxtrain.batch import IMAGE_SLOT, Batch, Images
 
@@ -20,6 +20,23 @@ TOWER = {
     "patch_size": 5,
     "initializer_range": 0.1,
     "layer_norm_eps": 1e-4,
+}
+TURNS = {
+    "rope_type": "default",
+    "rope_theta": 1e4,
+    "mrope_section": [3, 3, 2],
+    "mrope_interleaved": True,
+}
+QWEN_TOWER = {
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "depth": 4,
+    "num_heads": 3,
+    "patch_size": 5,
+    "spatial_merge_size": 2,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 25,
+    "initializer_range": 0.1,
 }
 VISION = {
     "smolvlm": {
@@ -53,36 +70,35 @@ VISION = {
             "head_dim": 16,
             "attention_bias": True,
             "tie_word_embeddings": True,
-            "rope_parameters": {
-                "rope_type": "default",
-                "rope_theta": 1e4,
-                "mrope_section": [3, 3, 2],
-                "mrope_interleaved": True,
-            },
+            "rope_parameters": TURNS,
         },
         "vision_config": {
+            **QWEN_TOWER,
             "model_type": "qwen3_vl_vision",
-            "hidden_size": 24,
-            "intermediate_size": 40,
-            "depth": 4,
-            "num_heads": 3,
-            "patch_size": 5,
-            "spatial_merge_size": 2,
-            "out_hidden_size": 32,
-            "num_position_embeddings": 25,
             "deepstack_visual_indexes": [1, 3],
-            "initializer_range": 0.1,
         },
         "image_token_id": IMAGE,
         "tie_word_embeddings": True,
     },
 }
+LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
+for name in ("qwen3_5", "qwen3_5_moe"):
+    turns = {**TURNS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+    VISION[name] = {
+        "model_type": name,
+        "text_config": {**RAW[name], **LAYERS, "rope_parameters": turns},
+        "vision_config": {**QWEN_TOWER, "model_type": f"{name}_vision"},
+        "image_token_id": IMAGE,
+        "tie_word_embeddings": RAW[name].get("tie_word_embeddings", False),
+    }
 """The side of a tile is 6 patches, with some pixels to spare."""
 SQUARES = ((6, 6), (6, 6), (6, 6), (6, 6), (4, 4))
 SHAPES = {
     "smolvlm": SQUARES,
     "idefics3": (*SQUARES[:4], (3, 3)),
-    "qwen3_vl": ((4, 8), (6, 4), (6, 4), (2, 16), (4, 2)),
+    **dict.fromkeys(
+        ("qwen3_vl", "qwen3_5", "qwen3_5_moe"), ((4, 8), (6, 4), (6, 4), (2, 16), (4, 2))
+    ),
 }
 """Rows and columns of patches of the images of `make_batch`."""
 VALUES = ((np.arange(256) / 255).astype(np.float32)[:, None] - np.float32(0.5)) / np.float32(
@@ -179,8 +195,13 @@ def make_batch(raw) -> tuple[Batch, list[Sequence], list[np.ndarray]]:
     return batch, sequences, images
 
 
-def processed(raw, images) -> dict[str, np.ndarray]:
-    """Arguments of the model of transformers as its processor would make them."""
+def processed(raw, tokens, images) -> dict[str, np.ndarray]:
+    """Arguments of the model of transformers for tokens [n] with images, as its processor would
+    make them."""
+    return {"input_ids": np.array(tokens, np.int64)[None], **_process(raw, tokens, images)}
+
+
+def _process(raw, tokens, images) -> dict[str, np.ndarray]:
     pixels = [VALUES[image, np.arange(3)].transpose(2, 0, 1) for image in images]
     if "spatial_merge_size" not in raw["vision_config"]:
         return {"pixel_values": np.stack(pixels)[None]}
@@ -193,4 +214,8 @@ def processed(raw, images) -> dict[str, np.ndarray]:
         )
         blocks = blocks.transpose(2, 5, 3, 6, 0, 1, 4, 7)
         rows.append(blocks.reshape(high * wide, -1))
-    return {"pixel_values": np.concatenate(rows), "image_grid_thw": np.array(grids)}
+    return {
+        "pixel_values": np.concatenate(rows),
+        "image_grid_thw": np.array(grids),
+        "mm_token_type_ids": (tokens == IMAGE).astype(np.int64)[None],
+    }

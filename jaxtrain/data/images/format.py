@@ -8,6 +8,7 @@ one with a class of `ImageFormat`.
 import functools
 import importlib
 import json
+import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "smolvlm": "smolvlm:TiledFormat",
     "idefics3": "smolvlm:TiledFormat",
-    "qwen3_vl": "qwen:WholeFormat",
+    **dict.fromkeys(("qwen3_vl", "qwen3_5", "qwen3_5_moe"), "qwen:WholeFormat"),
 }
 """{model_type: module:class} of the families whose images are read."""
 MAX_SETTINGS = 1 << 20
@@ -128,7 +129,8 @@ class ImageFormat(ABC):
 def read_format(
     folder: Path | None, config: Mapping[str, Any], tokenizer: Any
 ) -> ImageFormat | None:
-    """Read the format of a model's images; None for a family whose images are not read.
+    """Read the format of a model's images; None for a family whose images are not read, and, with
+    a line on stderr, for a folder without settings.
 
     folder: the model's; None for one that config alone describes, whose images are resized to what
     its tower takes. Raises UserError for settings that cannot be followed.
@@ -137,11 +139,14 @@ def read_format(
     if family is None:
         return None
     settings = read_settings(folder) if folder is not None else None
-    if settings == {}:
-        raise UserError(
+    if settings == {}:  # no reason to refuse a run on text alone
+        print(
             f"{folder} has no preprocessor_config.json or processor_config.json, which says how its"
-            " images are resized"
+            " images are resized: rows with images are left out",
+            file=sys.stderr,
+            flush=True,
         )
+        return None
     module, _, name = family.partition(":")
     kind = getattr(importlib.import_module(f"jaxtrain.data.images.{module}"), name)
     source = str(folder or "model.architecture")
