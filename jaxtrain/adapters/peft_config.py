@@ -252,8 +252,11 @@ def _write_patterns(
 
 
 def shared_name(linears: Linears, adapter: Adapter, path: str) -> str:
-    """ "q_proj" where every Linear of that last name has the same adapter, else `short_name`."""
+    """ "q_proj" where every Linear of that last name has the same adapter, else `short_name`; two
+    names in a tower, whose patches have a "proj", too, which is no Linear."""
     alike = {adapter.slots.get(namesake) for namesake in _namesakes(linears, path)}
+    if path.startswith("vision."):
+        return _tail(linears, path, 2)
     return _tail(linears, path, 1) if len(alike) == 1 else short_name(linears, path)
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,15 @@ from jaxtrain.core.roles import ModelSnapshot
 from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import UserError
+from jaxtrain.huggingface.files import check_inside
 from jaxtrain.huggingface.generation import write_generation
 from jaxtrain.models import saving
 from jaxtrain.runs.run_files import replace_folder
+
+PROCESSOR = (
+    *("preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"),
+)
+"""What a folder has of images and videos, which training leaves as it is."""
 
 
 def export_model(
@@ -45,6 +52,10 @@ def export_model(
                     f" tensors by {loss.share:.0%} of what training changed (root mean squares);"
                     " keep it with jaxtrain export --dtype float32"
                 )
+            for name in PROCESSOR if writes and bundle.folder is not None else ():
+                if (bundle.folder / name).is_file():
+                    check_inside(bundle.folder, bundle.folder / name)
+                    shutil.copyfile(bundle.folder / name, unfinished / name)
             if writes and bundle.architecture.score is None:
                 write_generation(unfinished, bundle.folder, find_ends(bundle.tokenizer))
             if (

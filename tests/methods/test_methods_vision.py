@@ -2,10 +2,14 @@
 
 import json
 
+import numpy as np
 import pytest
 from smolvlm_text import QWEN_TEMPLATE, TEMPLATE
+from test_models_families import read_flat
+from tiny_vision import VISION
 
 from jaxtrain.main import main
+from jaxtrain.models import build, families, saving
 
 RUN = """
 [parallel]
@@ -37,30 +41,27 @@ tie_word_embeddings = false
 text_config = {{ model_type = "llama", vocab_size = 528, hidden_size = 32, intermediate_size = 64, num_hidden_layers = 1, num_attention_heads = 2, num_key_value_heads = 1, head_dim = 16, max_position_embeddings = 256 }}
 vision_config = {{ model_type = "smolvlm_vision", hidden_size = 24, intermediate_size = 32, num_hidden_layers = 1, num_attention_heads = 2, image_size = 16, patch_size = 4 }}
 """  # noqa: E501
-QWEN = """
+FOLDER = """
 [model]
+path = "{folder}/start"
 tokenizer = "builtin"
-chat_template = "{folder}/qwen.jinja"
+chat_template = "{folder}/template.jinja"
 compute_dtype = "float32"
-special_tokens = {{ additional_special_tokens = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"] }}
-[model.architecture]
-architectures = ["Qwen3VLForConditionalGeneration"]
-model_type = "qwen3_vl"
-image_token_id = 512
-vision_start_token_id = 513
-vision_end_token_id = 514
-tie_word_embeddings = true
-text_config = {{ model_type = "qwen3_vl_text", vocab_size = 528, hidden_size = 32, intermediate_size = 64, num_hidden_layers = 3, num_attention_heads = 2, num_key_value_heads = 1, head_dim = 16, max_position_embeddings = 256, rope_parameters = {{ rope_type = "default", rope_theta = 10000.0, mrope_section = [3, 3, 2], mrope_interleaved = true }} }}
-vision_config = {{ model_type = "qwen3_vl_vision", hidden_size = 24, intermediate_size = 40, depth = 4, num_heads = 3, patch_size = 4, spatial_merge_size = 2, out_hidden_size = 32, num_position_embeddings = 25, deepstack_visual_indexes = [1, 3], initializer_range = 0.1 }}
-"""  # noqa: E501
+vision = {{ train = "all" }}
+special_tokens = {{ additional_special_tokens = {tokens} }}
+"""
 QWEN_SETTINGS = {
-    "patch_size": 4,
+    "patch_size": 5,
     "merge_size": 2,
     "temporal_patch_size": 2,
-    "size": {"shortest_edge": 256, "longest_edge": 1024},
+    "size": {"shortest_edge": 300, "longest_edge": 1200},
     "image_mean": [0.5, 0.4, 0.3],
     "image_std": [0.5, 0.3, 0.2],
 }
+QWEN = (QWEN_TEMPLATE, ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"], QWEN_SETTINGS)
+FOLDERS = {"qwen3_5": QWEN, "qwen3_vl": QWEN, "qwen3_5_moe": QWEN}
+"""Template, tokens of which the first is that of an image, and settings of the image processor."""
+PARTS = ("language_model", "patch_embed", "merger")
 
 pytestmark = pytest.mark.slow
 
@@ -103,21 +104,39 @@ def test_a_run_reads_pixels(kind, tmp_path):
     assert gray[2] != losses[2] and gray[3] != losses[3]
 
 
-@pytest.mark.thorough
-def test_a_folder_of_qwen_trains_on_pictures(tmp_path):
-    """The folder comes from a run on text, its image processor's settings from outside."""
-    (tmp_path / "qwen.jinja").write_text(QWEN_TEMPLATE)
-    (tmp_path / "train.jsonl").write_text('{"prompt": "a", "completion": "b"}\n' * 8)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name == "qwen3_5" else pytest.mark.thorough)
+        for name in FOLDERS
+    ],
+)
+def test_a_folder_trains_on_pictures(name, tmp_path):
+    """All parts of the model change, and the settings of the folder's images are exported."""
+    template, tokens, settings = FOLDERS[name]
+    raw = {**VISION[name], "image_token_id": 512}
+    raw["text_config"] = {**raw["text_config"], "vocab_size": 528}
+    architecture = families.config_from_hf(raw)
+    start = tmp_path / "start"
+    saving.save(build.init(architecture, 0), architecture, start)
+    (start / "preprocessor_config.json").write_text(json.dumps(settings))
+    (tmp_path / "template.jinja").write_text(template)
     config = tmp_path / "config.toml"
-    config.write_text((QWEN + RUN).format(folder=tmp_path, kind="sft"))
-    train(config, tmp_path / "text", "run.max_steps=1")
-    folder = tmp_path / "text" / "model"
-    (folder / "preprocessor_config.json").write_text(json.dumps(QWEN_SETTINGS))
-    model = f"[model]\npath = '{folder}'\ncompute_dtype = 'float32'\nvision.train = 'all'\n"
-    config.write_text(model + RUN.format(folder=tmp_path, kind="sft"))
-    write_rows(tmp_path, "sft", ["red", "green", "blue"])
-    losses = train(config, tmp_path / "colors")
+    text = (FOLDER + RUN).format(folder=tmp_path, tokens=json.dumps(tokens), kind="sft")
+    config.write_text(text.replace(f"{tmp_path}/train.jsonl", "builtin:shapes"))
+    losses = train(config, tmp_path / "run")
     assert list(losses) == [1, 2, 3] and losses[3] < losses[1]
-    write_rows(tmp_path, "sft", ["gray"])
-    gray = train(config, tmp_path / "gray")
-    assert gray[2] != losses[2] and gray[3] != losses[3]
+    trained = tmp_path / "run" / "model"
+    copied = trained / "preprocessor_config.json"
+    assert copied.read_bytes() == (start / "preprocessor_config.json").read_bytes()
+    before, after = read_flat(start), read_flat(trained)
+    assert before.keys() == after.keys()
+    parts = {part for tensor in before for part in PARTS if part in tensor}
+    assert len(parts) == 3
+    for part in parts:
+        changed = (
+            not np.array_equal(array, after[tensor])
+            for tensor, array in before.items()
+            if part in tensor
+        )
+        assert any(changed), part
