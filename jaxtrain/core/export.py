@@ -52,10 +52,8 @@ def export_model(
                     f" tensors by {loss.share:.0%} of what training changed (root mean squares);"
                     " keep it with jaxtrain export --dtype float32"
                 )
-            for name in PROCESSOR if writes and bundle.folder is not None else ():
-                if (bundle.folder / name).is_file():
-                    check_inside(bundle.folder, bundle.folder / name)
-                    shutil.copyfile(bundle.folder / name, unfinished / name)
+            if writes and bundle.folder is not None:
+                copy_processor(bundle.folder, unfinished)
             if writes and bundle.architecture.score is None:
                 write_generation(unfinished, bundle.folder, find_ends(bundle.tokenizer))
             if (
@@ -79,6 +77,14 @@ def export_model(
         if writes:
             bundle.tokenizer.save_pretrained(unfinished)
             (unfinished / "README.md").write_text(write_card(config, snapshot.step))
+
+
+def copy_processor(base: Path, folder: Path) -> None:
+    """Copy the files of PROCESSOR that a folder has."""
+    for name in PROCESSOR:
+        if (base / name).is_file():
+            check_inside(base, base / name)
+            shutil.copyfile(base / name, folder / name)
 
 
 def find_ends(tokenizer: Any) -> frozenset[int]:
