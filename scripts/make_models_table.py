@@ -34,11 +34,14 @@ ADAPTED = ROOT / "benchmarks" / "results" / "served_adapters_cpu.json"
 CLOSE = {"float32": 1e-2, "bfloat16": 0.5}
 """What rounding makes of log-probs there; another weight or position gives more."""
 UNASKED = {
-    *("ArceeForCausalLM", "Cohere2ForCausalLM", "CohereForCausalLM"),
-    *("GemmaForCausalLM", "GlmForCausalLM", "GraniteSWAForCausalLM"),
-    *("HeliumForCausalLM", "HyperCLOVAXForCausalLM", "Jais2ForCausalLM", "MinistralForCausalLM"),
-    *("NemotronForCausalLM", "OlmoForCausalLM", "StableLmForCausalLM", "Starcoder2ForCausalLM"),
-    "VaultGemmaForCausalLM",
+    *("ApertusForCausalLM", "ArceeForCausalLM", "Cohere2ForCausalLM", "CohereForCausalLM"),
+    *("CwmForCausalLM", "ExaoneMoeForCausalLM", "FalconForCausalLM", "FlexOlmoForCausalLM"),
+    *("FlintForCausalLM", "GPTNeoXForCausalLM", "GemmaForCausalLM", "GlmForCausalLM"),
+    *("GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "HYV3ForCausalLM", "HeliumForCausalLM"),
+    *("HyperCLOVAXForCausalLM", "Jais2ForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM"),
+    *("MellumForCausalLM", "MiniCPM3ForCausalLM", "MinistralForCausalLM", "NanoChatForCausalLM"),
+    *("NemotronForCausalLM", "OlmoForCausalLM", "PersimmonForCausalLM", "StableLmForCausalLM"),
+    *("Starcoder2ForCausalLM", "VaultGemmaForCausalLM", "YoutuForCausalLM"),
 }
 """Architectures that nobody has looked up in vLLM's registry."""
 NOT_IN_VLLM = {"Dots1ForCausalLM", "Mistral4ForCausalLM", "SolarOpenForCausalLM"}

@@ -15,7 +15,7 @@ other, B zero where the other's is. Read, each has the whole A and its own rows 
 
 import dataclasses
 import re
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,9 +36,10 @@ from jaxtrain.models.families import family
 RUNTIME = (
     (".block_sparse_moe.input_linear.weight", ".block_sparse_moe.experts.gate_up_proj"),
     (".block_sparse_moe.output_linear.weight", ".block_sparse_moe.experts.down_proj"),
-    (".block_sparse_moe.experts.", ".mlp.experts."),
 )
-"""Names of folders that transformers 5 reads as others, of which the first that fits counts."""
+"""Names of parameters in folders that transformers 5 reads as others."""
+SPLIT_RUNTIME = ((".block_sparse_moe.experts.", ".mlp.experts."),)
+"""Those of experts that have a tensor each there."""
 ONE_OF_MANY = re.compile(r"(.*\.experts)\.\d+\.[^.]+\.weight")
 
 
@@ -95,7 +96,7 @@ def find_wrapped(config: DecoderConfig, linears: Linears) -> dict[str, WrappedEx
                 continue
             joined = gated and part in ("gate", "up")
             name = "gate_up_proj" if joined else f"{part}_proj"
-            parameters = tuple(_runtime(f"{match[1]}.{name}") for match in modules if match)
+            parameters = tuple(_runtime(f"{match[1]}.{name}", SPLIT_RUNTIME) for match in modules if match)
             start, total = outputs * (joined and part == "up"), outputs * (1 + joined)
             wrapped[path] = WrappedExperts(parameters, start, 1, total, num_experts, True)
             continue
@@ -118,8 +119,8 @@ def innermost(op: TensorOp) -> Any:
     return op
 
 
-def _runtime(name: str) -> str:
-    for stored_name, runtime_name in RUNTIME:
+def _runtime(name: str, renames: Sequence[tuple[str, str]] = RUNTIME) -> str:
+    for stored_name, runtime_name in renames:
         if stored_name in name:
             return name.replace(stored_name, runtime_name)
     return name

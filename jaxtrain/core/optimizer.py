@@ -342,13 +342,14 @@ def name_errors(stage: Any, key: str) -> optax.GradientTransformation:
 VECTORS = (
     *("bias", "scale", "magnitude", "A_log", "D", "dt_bias", "conv", "conv_bias"),
     *("choice_bias", "expert_scale", "layer_scalar", "sinks", "position_table"),
+    *("alpha_p", "alpha_n", "beta", "eps"),
 )
 
 
 def is_vector(path: str) -> bool:
     """Return whether a parameter is a norm scale, a bias, a factor of a layer or of each expert, a
-    decay rate, the taps of a convolution by channel, DoRA's magnitude (stacked: more axes) or the
-    learned positions of a tower."""
+    decay rate, the taps of a convolution by channel, DoRA's magnitude (stacked: more axes), the
+    learned positions of a tower or the numbers of an activation."""
     name = path.rsplit(".", 1)[-1]
     return name in VECTORS or "norm" in name
 

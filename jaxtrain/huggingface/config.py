@@ -196,6 +196,7 @@ def write_fields(config: Any) -> dict[str, Any]:
     rope = thaw_rope(config.rope)
     if rope:
         raw["rope_parameters"] = rope
+    if rope and not getattr(config, "newer", False):
         rope = rope.get("full_attention", rope)  # which version 4 has names for
         raw["rope_theta"] = rope["rope_theta"]
         scaling = {key: value for key, value in rope.items() if key != "rope_theta"}

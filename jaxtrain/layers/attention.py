@@ -72,9 +72,10 @@ class AttentionOptions:
     """Add a trained score without a value to each head's softmax (gpt-oss)."""
     impl: str = "auto"
     """Backend of attention."""
-    output_gate: Literal["joint", "own"] | None = None
+    output_gate: Literal["joint", "own", "head"] | None = None
     """Multiply the heads' outputs by sigmoid gates [N, H], which the q kernel computes next to each
-    head's queries ("joint", Qwen3-Next), or an "own" kernel `gate` (AFMoE)."""
+    head's queries ("joint", Qwen3-Next), or an "own" kernel `gate` (AFMoE); "head": that kernel
+    computes one gate for each head (LFM3)."""
     out_bias: bool = False
 
 
@@ -120,8 +121,8 @@ class Attention(Mixer):
         self.v = None if self.imports or options.values == "keys" else kv_linear()
         out_axes = ("heads", "embed")
         self.out = linear(query_dim, num_features, axes=out_axes, use_bias=options.out_bias)
-        has_gate = self.output_gate == "own"
-        self.gate = linear(num_in, query_dim, axes=("embed", "heads")) if has_gate else None
+        gates = {"own": query_dim, "head": num_heads}.get(self.output_gate or "")
+        self.gate = None if gates is None else linear(num_in, gates, axes=("embed", "heads"))
         widths = (query_dim, kv_dim) if self.qk_norm == "all_heads" else (head_dim, head_dim)
         norm = functools.partial(options.norm, eps=options.eps, param_dtype=init.param_dtype)
         self.q_norm = norm(widths[0]) if self.qk_norm else None
@@ -187,8 +188,8 @@ class Attention(Mixer):
     def read(
         self, x_BTD: jax.Array, angles: Angles | None, positions_BT: jax.Array
     ) -> tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]:
-        """Return (queries [B, T, N, H], keys and values [B, T, K, H], gates [B, T, N, H]) of each
-        token; None for those the layer lacks."""
+        """Return (queries [B, T, N, H], keys and values [B, T, K, H], gates [B, T, N, H or
+        1]) of each token; None for those the layer lacks."""
         q_BTNH, k_BTKH, v_BTKH, gate_BTNH = self._project(x_BTD, angles)
         if self.position_scale is not None:
             scale_BT = self.position_scale(positions_BT, q_BTNH.dtype)
@@ -211,7 +212,8 @@ class Attention(Mixer):
         return self._project(x_BTD, angles)[:3]
 
     def _project(self, x_BTD: jax.Array, angles: Angles | None):
-        """Return the arrays of `project` and gates [B, T, N, H]; None for those the layer lacks."""
+        """Return the arrays of `project` and gates [B, T, N, H or 1]; None for those that the
+        layer lacks."""
         x_BTD = constrain(x_BTD, "rows", "length", "features")
         rotated = self._rotate_fused(x_BTD, angles)
         if rotated is not None:
@@ -222,7 +224,10 @@ class Attention(Mixer):
         # Where values are keys (Gemma 4) both start from the product; only keys are normed and
         # rotated below.
         v_BTF = products.get("v", k_BTF)
-        gate_BTNH = self._heads(products.get("gate"))
+        gate_BTNH = products.get("gate")
+        if gate_BTNH is not None:
+            gate_BTNH = gate_BTNH.reshape(*x_BTD.shape[:2], self.num_heads, -1)
+            gate_BTNH = constrain(gate_BTNH, "rows", "length", "act_heads", None)
         if self.output_gate == "joint":
             # Each head's columns are its queries, then its gates.
             qg_BTNF = q_BTF.reshape(*x_BTD.shape[:2], self.num_heads, -1)

@@ -16,7 +16,7 @@ from jaxtrain.models.blocks import attention_block, dense_mlp, experts_mlp
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import ExpertsConfig
 from jaxtrain.models.naming import attention_names, expert_names, mlp_names, outer_names
-from jaxtrain.models.windows import windowed_layers
+from jaxtrain.models.windows import unrotated, windowed_layers
 
 NORMS = {
     "attention_norm": "input_layernorm",
@@ -66,12 +66,8 @@ class Config(ExpertsConfig):
     def layers(self) -> tuple[LayerSpec, ...]:
         windows = windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)
         return tuple(
-            dataclasses.replace(
-                spec,
-                kind="dense" if layer < self.num_dense_layers else "block",
-                rope="none" if spec.window is None else spec.rope,
-            )
-            for layer, spec in enumerate(windows)
+            dataclasses.replace(spec, kind="dense" if layer < self.num_dense_layers else "block")
+            for layer, spec in enumerate(unrotated(windows))
         )
 
     @classmethod

@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.models import cohere
-from jaxtrain.models.windows import FULL, SLIDING, name_layers, windowed_layers
+from jaxtrain.models.windows import FULL, SLIDING, name_layers, unrotated, windowed_layers
 
 Model, names = cohere.Model, cohere.names
 PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
@@ -40,8 +40,6 @@ class Config(cohere.CohereConfig):
         return super().from_hf(raw)
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        specs = windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)
-        return tuple(
-            dataclasses.replace(spec, rope="none") if spec.window is None else spec
-            for spec in specs
+        return unrotated(
+            windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)
         )

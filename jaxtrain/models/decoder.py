@@ -5,7 +5,7 @@ Shapes: B rows, T tokens, D model, L layers, V vocab, R rows to fill.
 
 import dataclasses
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -230,6 +230,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         )
         self.rope_axes = config.rope_axes
         self.embedding_scale = config.embedding_scale
+        self.norms_embeddings = config.norms_embeddings
         self.logit_scale = config.logit_scale if head is None else 1.0
         self.logit_softcap = config.logit_softcap if head is None else None
         self.stored: tuple[tuple[str, str], ...] = ()
@@ -384,6 +385,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
     ) -> tuple[jax.Array, StackInputs]:
         """Return (scaled embeddings [B, T, D], the stack's other inputs)."""
         x_BTD = scaled(self.embed(tokens_BT), self.embedding_scale)
+        if self.norms_embeddings:
+            x_BTD = self._by_token(lambda norm, x_BTD: norm(x_BTD), self.norm, x_BTD)
         if rng_bits is not None and self.noise.alpha:
             positions_BT, until_BT = context.positions, context.until
             x_BTD = add_embedding_noise(x_BTD, rng_bits, positions_BT, until_BT, self.noise.alpha)
@@ -443,9 +446,15 @@ class Decoder(EmbeddingAndHead, CachedStack):
         def finish(norm: RMSNorm, x_BTD: jax.Array) -> jax.Array:
             return scaled(norm(x_BTD), self.logit_scale)
 
-        if self.exact is None:
-            return outputs._replace(hidden=finish(self.norm, outputs.hidden)), states
-        return outputs._replace(hidden=self.exact.module(finish, self.norm, outputs.hidden)), states
+        hidden_BTD = self._by_token(finish, self.norm, outputs.hidden)
+        return outputs._replace(hidden=hidden_BTD), states
+
+    def _by_token(
+        self, fn: Callable[[Any, jax.Array], jax.Array], module: nnx.Module, x_BTD: jax.Array
+    ) -> jax.Array:
+        """Return fn(module, x_BTD), which reads each token alone."""
+        exact = self.exact
+        return fn(module, x_BTD) if exact is None else exact.module(fn, module, x_BTD)
 
 
 def scaled(x: jax.Array, factor: float) -> jax.Array:

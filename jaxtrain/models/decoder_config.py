@@ -32,8 +32,12 @@ class DecoderConfig:
     """Keys of rope_parameters that the family reads besides those of their type."""
     rope_by_kind: ClassVar[bool] = False
     """True if rope_parameters are {kind of layer_types: parameters}."""
+    newer: ClassVar[bool] = False
+    """True if transformers 4 does not have the family: files have no rope_theta or rope_scaling."""
     norm: ClassVar[type[RMSNorm]] = RMSNorm
     """Norm before attention and MLP, and behind the last layer."""
+    activations: ClassVar[Collection[str]] = tuple(ACTIVATIONS)
+    """Allowed values of hidden_act."""
     guesses: ClassVar[bool] = False
     """True for drafts, which guess for a target model and generate nothing alone."""
     carries: ClassVar[tuple[str, ...]] = ()
@@ -93,9 +97,10 @@ class DecoderConfig:
 
     def check(self) -> None:
         """Raise UserError if the sizes do not fit together."""
-        if self.hidden_act not in ACTIVATIONS:
+        if self.hidden_act not in self.activations:
             raise UserError(
-                f"config.json: hidden_act={self.hidden_act!r}; supported: {sorted(ACTIVATIONS)}"
+                f"config.json: hidden_act={self.hidden_act!r}; supported:"
+                f" {sorted(self.activations)}"
             )
         self.check_heads()
         self.encodings()
@@ -191,6 +196,11 @@ class DecoderConfig:
     def embedding_scale(self) -> float:
         """Factor of embeddings at the input of the layers."""
         return 1.0
+
+    @property
+    def norms_embeddings(self) -> bool:
+        """True if the last norm stands before the first layer, too."""
+        return False
 
     @property
     def logit_scale(self) -> float:

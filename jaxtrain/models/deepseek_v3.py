@@ -8,11 +8,16 @@ from flax import nnx
 
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.latent import PairedLatentConfig, latent_names, make_latent_block
+from jaxtrain.models.latent import (
+    LatentConfig,
+    PairedLatentConfig,
+    latent_names,
+    make_latent_block,
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(PairedLatentConfig):
+class Config(PairedLatentConfig, LatentConfig):
     architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
     model_type: ClassVar[str] = "deepseek_v3"
 

@@ -13,7 +13,7 @@ from jaxtrain.models.blocks import attention_block
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import POST_NORMS, decoder_names
-from jaxtrain.models.windows import FULL, SLIDING, name_layers, windowed_layers
+from jaxtrain.models.windows import FULL, SLIDING, name_layers, unrotated, windowed_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,12 +35,7 @@ class Config(DecoderConfig):
 
     def layers(self) -> tuple[LayerSpec, ...]:
         specs = windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)
-        if self.sliding_window is None:
-            return specs
-        return tuple(
-            dataclasses.replace(spec, rope="none") if spec.window is None else spec
-            for spec in specs
-        )
+        return specs if self.sliding_window is None else unrotated(specs)
 
 
 class Model(Decoder):

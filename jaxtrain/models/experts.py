@@ -1,7 +1,7 @@
 """The config.json attributes shared by families with a mixture of experts."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
@@ -19,6 +19,25 @@ ALIASES = {
 """What families and versions of transformers call these fields."""
 ABSENT = ("router_aux_loss_coef", "output_router_logits", "num_nextn_predict_layers")
 """Fields that some families do not have at all."""
+
+MLP_KINDS = {"dense": "dense", "sparse": "block"}
+"""Entries of `mlp_layer_types`, and under which name such a layer is stored here."""
+
+
+def list_experts(
+    specs: Sequence[LayerSpec], mlp_layer_types: Sequence[str]
+) -> tuple[LayerSpec, ...]:
+    """The layers, each with the kind that its entry in `mlp_layer_types` says; UserError for other
+    entries, or for as many as there are no layers."""
+    if len(mlp_layer_types) != len(specs) or not set(mlp_layer_types) <= {*MLP_KINDS}:
+        raise UserError(
+            f"config.json: mlp_layer_types must name {len(specs)} layers (num_hidden_layers), each"
+            f" {' or '.join(MLP_KINDS)}"
+        )
+    return tuple(
+        dataclasses.replace(spec, kind=MLP_KINDS[name])
+        for spec, name in zip(specs, mlp_layer_types, strict=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

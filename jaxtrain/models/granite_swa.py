@@ -20,9 +20,8 @@ from jaxtrain.models.windows import windowed_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(granite.Config):
-    architecture: ClassVar[str] = "GraniteSWAForCausalLM"
-    model_type: ClassVar[str] = "granite_swa"
+class WindowedGraniteConfig(granite.GraniteConfig):
+    """A GraniteConfig with windows and a rotation base for each layer."""
 
     sliding_window: int | None = None
     layer_types: tuple[str, ...]
@@ -49,6 +48,12 @@ class Config(granite.Config):
             str(theta): frequencies(self.head_size, {**dict(self.rope), "rope_theta": theta})
             for theta in sorted({*self.layer_rope_theta} - {0})
         }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(WindowedGraniteConfig, granite.Config):
+    architecture: ClassVar[str] = "GraniteSWAForCausalLM"
+    model_type: ClassVar[str] = "granite_swa"
 
 
 class Model(Decoder):

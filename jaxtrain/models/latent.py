@@ -1,6 +1,6 @@
 """Shared parts of the families with latent attention (layers.mla): sizes, block, tensor names.
 
-Their experts are routed as in DeepSeek-V3 unless a family overrides it. The layers behind the last
+Experts are routed as in DeepSeek-V3 unless a family overrides it. The layers behind the last
 one that predict further tokens (`num_nextn_predict_layers`) are not part of the model; every export
 copies them byte by byte.
 """
@@ -21,7 +21,8 @@ from jaxtrain.layers.mla import LatentAttention, LatentOptions
 from jaxtrain.layers.rope import PositionScale, frequencies
 from jaxtrain.models.blocks import block_of, dense_mlp, grouped_experts_mlp
 from jaxtrain.models.decoder import DecoderOptions
-from jaxtrain.models.experts import GroupedExpertsConfig
+from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.experts import GroupedExpertsConfig, list_experts
 from jaxtrain.models.naming import (
     grouped_expert_names,
     layer_entry,
@@ -34,21 +35,11 @@ from jaxtrain.models.naming import (
 LATENT_EPS = 1e-6
 """Of the norms of latents in every family, whatever rms_norm_eps says."""
 ROUTER_KEYS = ("scoring_func", "topk_method")
-MLP_KINDS = {"dense": "dense", "sparse": "block"}
-"""Entries of `mlp_layer_types`, and under which name such a layer is stored here."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class LatentConfig(GroupedExpertsConfig):
-    """A GroupedExpertsConfig with latent attention."""
-
-    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        **dict.fromkeys(("aux_loss_alpha", "ep_size", "seq_aux"), ()),
-        "moe_layer_freq": (1,),
-        "partial_rotary_factor": (1,),
-        "scoring_func": ("sigmoid",),
-        "topk_method": ("noaux_tc",),
-    }
+class LatentAttentionConfig(DecoderConfig):
+    """A DecoderConfig with latent attention, dense unless a family has experts."""
 
     q_lora_rank: int | None = None
     """Features of the latent that queries are made of; None: they are made of x."""
@@ -63,14 +54,6 @@ class LatentConfig(GroupedExpertsConfig):
     v_head_dim: int
     attention_bias: bool = False
     """On what makes latents of x, and on the output."""
-
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        """Read a config.json, with defaults for the router keys that published folders have and
-        vLLM requires."""
-        fields = {field.name for field in dataclasses.fields(cls)}
-        defaults = {k: cls.fixed[k][0] for k in ROUTER_KEYS if k in cls.fixed and k not in fields}
-        return super().from_hf({**defaults, **raw})
 
     def check_heads(self) -> None:
         if self.num_key_value_heads != self.num_attention_heads:
@@ -118,10 +101,36 @@ class LatentConfig(GroupedExpertsConfig):
         """Position-dependent scale of queries."""
         return None
 
+    @property
+    def residual_scale(self) -> float:
+        """Factor on what a layer adds."""
+        return 1.0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class PairedLatentConfig(LatentConfig):
-    """A LatentConfig that says which dims are rotated as a pair."""
+class LatentConfig(GroupedExpertsConfig, LatentAttentionConfig):
+    """A GroupedExpertsConfig with latent attention."""
+
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **dict.fromkeys(("aux_loss_alpha", "ep_size", "seq_aux"), ()),
+        "moe_layer_freq": (1,),
+        "partial_rotary_factor": (1,),
+        "scoring_func": ("sigmoid",),
+        "topk_method": ("noaux_tc",),
+    }
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        """Read a config.json, with defaults for the router keys that published folders have and
+        vLLM requires."""
+        fields = {field.name for field in dataclasses.fields(cls)}
+        defaults = {k: cls.fixed[k][0] for k in ROUTER_KEYS if k in cls.fixed and k not in fields}
+        return super().from_hf({**defaults, **raw})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PairedLatentConfig(LatentAttentionConfig):
+    """A LatentAttentionConfig that says which dims are rotated as a pair."""
 
     rope_interleave: bool | None = True
     """Adjacent ones."""
@@ -140,20 +149,11 @@ class ListedLatentConfig(LatentConfig):
     mlp_layer_types: tuple[str, ...]
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        return tuple(LayerSpec(MLP_KINDS[name]) for name in self.mlp_layer_types)
-
-    def check(self) -> None:
-        types, count = self.mlp_layer_types, self.num_hidden_layers
-        if len(types) != count or not set(types) <= {*MLP_KINDS}:
-            raise UserError(
-                f"config.json: mlp_layer_types must name {count} layers (num_hidden_layers), each"
-                f" {' or '.join(MLP_KINDS)}"
-            )
-        super().check()
+        return list_experts((LayerSpec(),) * self.num_hidden_layers, self.mlp_layer_types)
 
 
 def make_latent_block(
-    kind: str, config: LatentConfig, options: DecoderOptions, rngs: nnx.Rngs
+    kind: str, config: LatentAttentionConfig, options: DecoderOptions, rngs: nnx.Rngs
 ) -> Block:
     """Latent attention, and an MLP ("dense") or experts with a shared one."""
     init = options.layer_init(config, rngs)
@@ -175,24 +175,25 @@ def make_latent_block(
         ),
         init=init,
     )
-    make_mlp = dense_mlp if kind == "dense" else grouped_experts_mlp
-    return block_of(config, init, mixer, make_mlp)
+    sparse = isinstance(config, GroupedExpertsConfig) and kind != "dense"
+    make_mlp = grouped_experts_mlp if sparse else dense_mlp
+    return block_of(config, init, mixer, make_mlp, residual_scale=config.residual_scale)
 
 
-def latent_names(config: LatentConfig) -> list[ParameterEntry]:
+def latent_names(config: LatentAttentionConfig) -> list[ParameterEntry]:
     """Every parameter of a Decoder with `make_latent_block`."""
     entries = outer_names(config)
     for kind, layers in config.layers_by_kind().items():
         entries += norm_names(kind, layers) + latent_attention_names(config, kind, layers)
-        if kind == "dense":
-            entries += mlp_names(kind, layers)
-        else:
+        if isinstance(config, GroupedExpertsConfig) and kind != "dense":
             entries += grouped_expert_names(kind, layers, config)
+        else:
+            entries += mlp_names(kind, layers)
     return entries
 
 
 def latent_attention_names(
-    config: LatentConfig, kind: str, layers: Sequence[int]
+    config: LatentAttentionConfig, kind: str, layers: Sequence[int]
 ) -> list[ParameterEntry]:
     """List the parameters of the layers that are stored as `stack.<kind>`, and their tensors."""
     bias = config.attention_bias

@@ -16,6 +16,7 @@ from jaxtrain.layers.rope import PositionScale, frequencies
 from jaxtrain.layers.router import RoutingOptions
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.latent import (
+    LatentConfig,
     PairedLatentConfig,
     latent_attention_names,
     make_latent_block,
@@ -33,7 +34,7 @@ from jaxtrain.models.naming import (
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(PixtralConfig, PairedLatentConfig):
+class Config(PixtralConfig, PairedLatentConfig, LatentConfig):
     architecture: ClassVar[str] = "Mistral4ForCausalLM"
     text_type: ClassVar[str] = "mistral4"
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {}

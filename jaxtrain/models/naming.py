@@ -33,6 +33,8 @@ CHOICE_BIAS = "gate.e_score_correction_bias"
 EXPERT_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 PLAIN_PARTS = {"up": "up_proj", "down": "down_proj"}
 """The matrices of an MLP: with a gate, and without one."""
+Runs = tuple[tuple[int, int], ...]
+"""(start, size) of consecutive rows of a tensor."""
 NORM_TENSORS = {"scale": "weight", "bias": "bias"}
 """What the parameters of a norm are called there."""
 
@@ -75,19 +77,28 @@ def with_prefix(entries: list[ParameterEntry], prefix: str) -> list[ParameterEnt
     the prefix, too, the head lies beside it."""
     beside = prefix.removesuffix("model.") if prefix.endswith(".model.") else ""
 
-    def rename(op: TensorOp) -> TensorOp:
-        if isinstance(op, StackedOps):
-            return StackedOps(tuple(rename(inner) for inner in op.ops))
-        named_op: Any = op
-        if isinstance(op, Transpose):
-            return Transpose(rename(op.op))
-        if named_op.name == TIED_COPY:
-            return dataclasses.replace(named_op, name=beside + TIED_COPY)
-        if not named_op.name.startswith("model."):
-            return op
-        return dataclasses.replace(named_op, name=prefix + named_op.name.removeprefix("model."))
+    def rename(name: str) -> str:
+        if name == TIED_COPY:
+            return beside + name
+        return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
-    return [ParameterEntry(entry.param, rename(entry.op)) for entry in entries]
+    return rename_tensors(entries, rename)
+
+
+def rename_tensors(
+    entries: list[ParameterEntry], rename: Callable[[str], str]
+) -> list[ParameterEntry]:
+    """The entries with other names of their tensors."""
+
+    def renamed(op: TensorOp) -> TensorOp:
+        if isinstance(op, StackedOps):
+            return StackedOps(tuple(renamed(inner) for inner in op.ops))
+        if isinstance(op, Transpose):
+            return Transpose(renamed(op.op))
+        named_op: Any = op
+        return dataclasses.replace(named_op, name=rename(named_op.name))
+
+    return [ParameterEntry(entry.param, renamed(entry.op)) for entry in entries]
 
 
 def score_paths(config: DecoderConfig) -> list[str]:
@@ -166,12 +177,30 @@ def joint_names(
     kind: str, layers: Sequence[int], name: str, sizes: Mapping[str, int]
 ) -> list[ParameterEntry]:
     """Kernels that are one matrix there: {ours: outputs}, in the order of its rows."""
-    start, total, entries = 0, sum(sizes.values()), []
+    start, runs = 0, {}
     for path, size in sizes.items():
-        tensors = (f"model.layers.{layer}.{name}.weight" for layer in layers)
-        ops = (Transpose(PermutedRows(tensor, 0, ((start, size),), total)) for tensor in tensors)
-        entries.append(ParameterEntry(f"stack.{kind}.{path}.kernel", StackedOps(tuple(ops))))
+        runs[path] = ((start, size),)
         start += size
+    return row_names(kind, layers, name, runs)
+
+
+def row_names(
+    kind: str,
+    layers: Sequence[int],
+    name: str,
+    runs: Mapping[str, Runs],
+    *,
+    bias: bool = False,
+) -> list[ParameterEntry]:
+    """Linears that are one there: {ours: runs (start, size) of its outputs}."""
+    total, entries = sum(size for part in runs.values() for _, size in part), []
+    for path, part in runs.items():
+        for param, tensor in {"kernel": "weight", **({"bias": "bias"} if bias else {})}.items():
+            tensors = (f"model.layers.{layer}.{name}.{tensor}" for layer in layers)
+            ops: list[TensorOp] = [PermutedRows(tensor, 0, part, total) for tensor in tensors]
+            if param == "kernel":
+                ops = [Transpose(op) for op in ops]
+            entries.append(ParameterEntry(f"stack.{kind}.{path}.{param}", StackedOps(tuple(ops))))
     return entries
 
 

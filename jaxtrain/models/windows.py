@@ -41,6 +41,13 @@ def windowed_layers(
     return tuple(kinds[name] for name in layer_types)
 
 
+def unrotated(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
+    """The layers, of which those without a window rotate nothing."""
+    return tuple(
+        dataclasses.replace(spec, rope="none") if spec.window is None else spec for spec in specs
+    )
+
+
 def name_layers(
     raw: dict[str, Any], keys: Sequence[str], every: int, names: tuple[str, str]
 ) -> None:

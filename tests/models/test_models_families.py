@@ -7,6 +7,7 @@ save_pretrained and read as weights are, so that no table of names is needed her
 
 import copy
 import importlib
+import re
 from pathlib import Path
 
 import numpy as np
@@ -134,6 +135,11 @@ def leaves(model) -> dict[str, np.ndarray]:
     return {".".join(map(str, path)): np.asarray(leaf.get_value()) for path, leaf in flat}
 
 
+def within_layers(name: str) -> str:
+    """The name behind "layers.", or what else a family calls them."""
+    return re.split(r"\.(?:layers|h)\.", name, maxsplit=1)[-1]
+
+
 def check_tensors(reference, config, params) -> None:
     """Check that tensors which bitsandbytes would quantize as one are treated as one here, row by
     row."""
@@ -142,9 +148,9 @@ def check_tensors(reference, config, params) -> None:
     except UserError as reason:
         assert "gpt_oss" in config.model_type and "inputs before" in str(reason)
         return
-    expected = {name.partition("layers.")[2]: value for name, value in reference.named_parameters()}
+    expected = {within_layers(name): value for name, value in reference.named_parameters()}
     for path, part in parts.items():
-        tensor = expected[part.tensor.partition("layers.")[2]].detach().numpy()
+        tensor = expected[within_layers(part.tensor)].detach().numpy()
         kernel = params[f"{path}.kernel"][0].swapaxes(-1, -2)
         assert tensor.reshape(part.num, -1, tensor.shape[-1]).shape[1] == part.total, path
         rows = tensor[..., part.rows, :]

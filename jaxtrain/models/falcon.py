@@ -1,0 +1,109 @@
+"""Falcon (Almazrouei et al. 2023, arXiv:2311.16867): LayerNorm, an MLP without a gate, few keys for
+many queries, and attention and MLP side by side behind one norm or behind a norm each."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.layers.norm import LayerNorm, RMSNorm
+from jaxtrain.models.blocks import attention_block, plain_mlp
+from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.joint_heads import joint_head_names
+from jaxtrain.models.naming import PRE_NORMS, norm_names, outer_names, rename_tensors
+
+OWN_NORMS = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(DecoderConfig):
+    architecture: ClassVar[str] = "FalconForCausalLM"
+    model_type: ClassVar[str] = "falcon"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "hidden_act": "activation",
+        "intermediate_size": "ffn_hidden_size",
+        "num_key_value_heads": "num_kv_heads",
+        "rms_norm_eps": "layer_norm_epsilon",
+    }
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "alibi": (False,),
+        "apply_residual_connection_post_layernorm": (False,),
+    }
+    norm: ClassVar[type[RMSNorm]] = LayerNorm
+
+    bias: bool = False
+    """On all matrices of a layer."""
+    multi_query: bool = True
+    """Without new_decoder_architecture: one key head, whatever num_kv_heads says."""
+    new_decoder_architecture: bool = False
+    num_ln_in_parallel_attn: int | None = None
+    """2: attention and MLP read x behind a norm each."""
+    parallel_attn: bool = True
+    """Attention and MLP read the same hidden states; else the MLP reads what attention wrote."""
+
+    def check(self) -> None:
+        if self.new_decoder_architecture and not self.parallel_attn:
+            raise UserError(
+                "config.json: new_decoder_architecture=true with parallel_attn=false is not"
+                " supported; set one of them to the other's value"
+            )
+        if self.num_ln_in_parallel_attn == 2 and not self.new_decoder_architecture:
+            raise UserError(
+                "config.json: num_ln_in_parallel_attn=2 needs new_decoder_architecture=true"
+            )
+        super().check()
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key heads."""
+        if self.new_decoder_architecture:
+            return self.num_key_value_heads
+        return 1 if self.multi_query else self.num_attention_heads
+
+    @property
+    def block_norms(self) -> dict[str, str]:
+        """The norms of a block and what they are called there."""
+        if not self.parallel_attn:
+            return PRE_NORMS
+        if self.new_decoder_architecture and self.num_ln_in_parallel_attn in (None, 2):
+            return OWN_NORMS
+        return {"attention_norm": PRE_NORMS["attention_norm"]}
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
+        bias = config.bias
+        return attention_block(
+            dataclasses.replace(config, num_key_value_heads=config.key_heads),
+            options,
+            rngs,
+            norms=config.block_norms,
+            parallel=config.parallel_attn,
+            qkv_bias=bias,
+            out_bias=bias,
+            make_mlp=functools.partial(plain_mlp, use_bias=bias),
+        )
+
+
+def names(config: Config) -> list[ParameterEntry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    layers, bias = range(config.num_hidden_layers), config.bias
+    heads = config.num_attention_heads, config.key_heads, config.head_size
+    entries = [
+        *outer_names(config, "ln_f"),
+        *norm_names("block", layers, config.block_norms, parts=config.norm.parameters),
+        *joint_head_names("block", layers, heads, qkv_bias=bias, out_bias=bias, mlp_bias=bias),
+    ]
+    return rename_tensors(entries, rename)
+
+
+def rename(name: str) -> str:
+    """Return what the family calls a tensor that others name so."""
+    name = name.replace("model.layers.", "transformer.h.").replace("model.", "transformer.", 1)
+    name = name.replace(".self_attn.", ".self_attention.")
+    return name.replace(".embed_tokens.", ".word_embeddings.")

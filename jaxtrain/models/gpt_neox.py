@@ -1,0 +1,78 @@
+"""GPT-NeoX (Black et al. 2022, arXiv:2204.06745), Pythia (arXiv:2304.01373): LayerNorm, an MLP
+without a gate, a part of each head rotated, attention and MLP side by side behind a norm each."""
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from flax import nnx
+
+from jaxtrain.huggingface.config_checks import check_rope
+from jaxtrain.huggingface.ops import TIED_COPY, ParameterEntry
+from jaxtrain.models.blocks import attention_block, plain_mlp
+from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.joint_heads import EqualHeadsConfig, joint_head_names
+from jaxtrain.models.naming import norm_names, outer_names, rename_tensors
+
+ROPE_KEYS = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
+"""Attributes of older files, and what they are called in rope_parameters."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(EqualHeadsConfig):
+    architecture: ClassVar[str] = "GPTNeoXForCausalLM"
+    model_type: ClassVar[str] = "gpt_neox"
+
+    use_parallel_residual: bool = True
+    """Attention and MLP read the same hidden states; else the MLP reads what attention wrote."""
+    attention_bias: bool = True
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        raw = dict(raw)
+        stated = raw.pop("rope_scaling", None) or raw.get("rope_parameters") or {}
+        old = {name: raw.pop(key, None) for key, name in ROPE_KEYS.items()}
+        old = {name: value for name, value in old.items() if value is not None}
+        check_rope({"rope_parameters": stated}, False)
+        return super().from_hf({**raw, "rope_parameters": {**old, **stated}})
+
+    def to_hf(self) -> dict[str, Any]:
+        """With the names of transformers 4, too."""
+        raw, rope = super().to_hf(), dict(self.rope)
+        del raw["rope_theta"], raw["partial_rotary_factor"]
+        return raw | {key: rope[name] for key, name in ROPE_KEYS.items()}
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
+        bias = config.attention_bias
+        return attention_block(
+            config,
+            options,
+            rngs,
+            parallel=config.use_parallel_residual,
+            qkv_bias=bias,
+            out_bias=bias,
+            make_mlp=functools.partial(plain_mlp, use_bias=True),
+        )
+
+
+def names(config: Config) -> list[ParameterEntry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    layers, count = range(config.num_hidden_layers), config.num_attention_heads
+    heads, bias = (count, count, config.head_size), config.attention_bias
+    entries = [
+        *outer_names(config, "final_layer_norm"),
+        *norm_names("block", layers, parts=config.norm.parameters),
+        *joint_head_names("block", layers, heads, qkv_bias=bias, out_bias=bias, mlp_bias=True),
+    ]
+    return rename_tensors(entries, rename)
+
+
+def rename(name: str) -> str:
+    """Return what the family calls a tensor that others name so."""
+    if name == TIED_COPY:
+        return "embed_out.weight"
+    name = name.replace("model.", "gpt_neox.", 1).replace(".self_attn.", ".attention.")
+    return name.replace(".embed_tokens.", ".embed_in.")

@@ -1,0 +1,177 @@
+"""LFM2 dense (Liquid AI 2025, arXiv:2511.23404): short convolutions, and some attention between
+them."""
+
+import dataclasses
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.layers.block import Block
+from jaxtrain.layers.linear import LayerInit
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.mlp import GatedMLP
+from jaxtrain.layers.short_conv import ShortConv
+from jaxtrain.models.blocks import MakeMLP, attention_block, block_of
+from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.naming import (
+    PRE_NORMS,
+    attention_names,
+    joint_names,
+    layer_entry,
+    linear_entries,
+    mlp_names,
+    norm_names,
+    outer_names,
+)
+from jaxtrain.models.windows import FULL
+
+NORMS = {"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"}
+ATTENTION = {"qk_norms": ("q_layernorm", "k_layernorm"), "out": "out_proj"}
+PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
+OLD_KEYS = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
+"""What the makers' files call attributes, which transformers takes from there."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ConvConfig(DecoderConfig):
+    """A DecoderConfig with layers of short convolutions."""
+
+    renamed: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "norm_eps"}
+    kinds: ClassVar[Mapping[str, str]] = {"conv": "conv", FULL: "block"}
+    """Entries of `layer_types`, and under which name such a layer is stored here."""
+
+    hidden_act: str = "silu"
+    """Of the family; no attribute of its files."""
+    layer_types: tuple[str, ...]
+    """Of `kinds`."""
+    conv_L_cache: int
+    """Tokens that a convolution reads."""
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        raw = dict(raw)
+        for key, name in OLD_KEYS.items():
+            value = raw.pop(key, None)
+            if value is not None:
+                raw[name] = value
+        return super().from_hf(raw)
+
+    def to_hf(self) -> dict[str, Any]:
+        raw = super().to_hf()
+        del raw["hidden_act"]
+        return raw
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return tuple(LayerSpec(self.kinds[name]) for name in self.layer_types)
+
+    def check(self) -> None:
+        types, kinds = self.layer_types, self.kinds
+        if len(types) != self.num_hidden_layers or not set(types) <= {*kinds}:
+            raise UserError(
+                f"config.json: layer_types must name {self.num_hidden_layers} layers"
+                f" (num_hidden_layers), each one of {', '.join(kinds)}"
+            )
+        if self.conv_L_cache < 2:
+            raise UserError(f"config.json: conv_L_cache={self.conv_L_cache} must be at least 2")
+        super().check()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(ConvConfig):
+    architecture: ClassVar[str] = "Lfm2ForCausalLM"
+    model_type: ClassVar[str] = "lfm2"
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        "full_attn_idxs": (),
+        **dict.fromkeys(("block_dim", "block_mlp_init_scale", "block_out_init_scale"), ()),
+        **dict.fromkeys(("block_norm_eps", "block_use_xavier_init", "conv_dim"), ()),
+        **dict.fromkeys(("conv_dim_out", "conv_use_xavier_init", "num_heads"), ()),
+        "block_use_swiglu": (True,),
+    }
+
+    block_auto_adjust_ff_dim: bool = True
+    """F is computed from intermediate_size by the next two."""
+    block_ffn_dim_multiplier: float | None = 1.0
+    block_multiple_of: int = 256
+
+    def check(self) -> None:
+        if self.block_multiple_of < 1 or self.mlp_width < 1:
+            raise UserError(
+                f"config.json: intermediate_size={self.intermediate_size},"
+                f" block_ffn_dim_multiplier={self.block_ffn_dim_multiplier} and"
+                f" block_multiple_of={self.block_multiple_of} make no width of an MLP"
+            )
+        super().check()
+
+    @property
+    def mlp_width(self) -> int:
+        """F of the MLP."""
+        width = self.intermediate_size
+        if not self.block_auto_adjust_ff_dim:
+            return width
+        width = int(2 * width / 3)
+        if self.block_ffn_dim_multiplier is None:
+            return width
+        width, step = int(self.block_ffn_dim_multiplier * width), self.block_multiple_of
+        return (width + step - 1) // step * step
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
+        return make_mixing_block(kind, config, options, rngs, make_mlp)
+
+
+def make_mlp(config: Config, init: LayerInit) -> GatedMLP:
+    """Build the MLP of a layer."""
+    return GatedMLP(config.hidden_size, config.mlp_width, activation=config.hidden_act, init=init)
+
+
+def make_mixing_block(
+    kind: str,
+    config: ConvConfig,
+    options: DecoderOptions,
+    rngs: nnx.Rngs,
+    make_mlp: MakeMLP,
+    norms: Collection[str] = PRE_NORMS,
+    **choices: Any,
+) -> Block:
+    """Build a block of attention ("block...") or of a convolution, and of the MLP; choices: options
+    of attention."""
+    if kind.startswith("block"):
+        choices = {"qk_norm": "head", "norms": norms, "make_mlp": make_mlp, **choices}
+        return attention_block(config, options, rngs, **choices)
+    init = options.layer_init(config, rngs)
+    mixer = ShortConv(config.hidden_size, taps=config.conv_L_cache, init=init)
+    return block_of(config, init, mixer, make_mlp, norms=norms)
+
+
+def names(config: Config) -> list[ParameterEntry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    entries = outer_names(config, norm="embedding_norm")
+    for kind, layers in config.layers_by_kind().items():
+        entries += mixing_names(config, kind, layers)
+        entries += mlp_names(kind, layers, module="feed_forward", parts=PARTS)
+    return entries
+
+
+def mixing_names(
+    config: ConvConfig,
+    kind: str,
+    layers: Sequence[int],
+    norms: Mapping[str, str] = NORMS,
+    attention: Mapping[str, Any] = ATTENTION,
+) -> list[ParameterEntry]:
+    """Attention or a convolution of the layers that are stored as `stack.<kind>`, and the norms of
+    their blocks; attention: options of `attention_names`."""
+    if kind.startswith("block"):
+        return attention_names(kind, layers, qk_norm=True, norms=norms, **attention)
+    parts = {f"attention.{part}": config.hidden_size for part in ("gate_in", "gate_out", "x")}
+    return [
+        *norm_names(kind, layers, norms),
+        *joint_names(kind, layers, "conv.in_proj", parts),
+        layer_entry(kind, layers, "attention.conv", "conv.conv.weight"),
+        *linear_entries(kind, layers, "attention.out", "conv.out_proj"),
+    ]

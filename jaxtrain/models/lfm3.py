@@ -1,0 +1,66 @@
+"""LFM3 (Liquid AI 2026): LFM2 with a window in some attention layers, which have a position encoding
+of their own, norms before and behind both layers of a block, and a gate for each head's output."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar
+
+from flax import nnx
+
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.models import lfm2
+from jaxtrain.models.blocks import dense_mlp
+from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.naming import mlp_names, outer_names
+from jaxtrain.models.windows import SLIDING
+
+OUT_NORMS = {"attention_out_norm": "post_operator_norm", "mlp_out_norm": "post_ffn_norm"}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(lfm2.ConvConfig):
+    architecture: ClassVar[str] = "Lfm3ForCausalLM"
+    model_type: ClassVar[str] = "lfm3"
+    newer: ClassVar[bool] = True
+    rope_by_kind: ClassVar[bool] = True
+    rope_keys: ClassVar[tuple[str, ...]] = ("partial_rotary_factor",)
+    kinds: ClassVar[Mapping[str, str]] = {**lfm2.ConvConfig.kinds, SLIDING: "block"}
+
+    sliding_window: int | None = None
+    use_sandwich_norm: bool = True
+    """Norms behind both layers of a block, too."""
+    use_attention_gate: bool = True
+    attention_bias: bool = False
+    """On all four projections."""
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        windows = {SLIDING: self.sliding_window}
+        return tuple(
+            LayerSpec(self.kinds[name], window=windows.get(name), rope=name)
+            for name in self.layer_types
+        )
+
+    @property
+    def block_norms(self) -> dict[str, str]:
+        """The norms of a block and what they are called there."""
+        return {**lfm2.NORMS, **(OUT_NORMS if self.use_sandwich_norm else {})}
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
+        bias, gate = config.attention_bias, "head" if config.use_attention_gate else None
+        choices: dict[str, Any] = {"qkv_bias": bias, "out_bias": bias, "output_gate": gate}
+        norms = config.block_norms
+        return lfm2.make_mixing_block(kind, config, options, rngs, dense_mlp, norms, **choices)
+
+
+def names(config: Config) -> list[ParameterEntry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    entries, bias = outer_names(config, norm="embedding_norm"), config.attention_bias
+    gate = "gate_proj" if config.use_attention_gate else None
+    attention = {"qkv_bias": bias, "out_bias": bias, "gate": gate}
+    for kind, layers in config.layers_by_kind().items():
+        entries += lfm2.mixing_names(config, kind, layers, config.block_norms, attention)
+        entries += mlp_names(kind, layers, module="feed_forward", parts=lfm2.PARTS)
+    return entries

@@ -1,0 +1,55 @@
+"""MiniCPM 3 (OpenBMB 2024): latent attention, dense MLPs, and three multipliers."""
+
+import dataclasses
+from typing import ClassVar
+
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.latent import LatentAttentionConfig, latent_names, make_latent_block
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(LatentAttentionConfig):
+    architecture: ClassVar[str] = "MiniCPM3ForCausalLM"
+    model_type: ClassVar[str] = "minicpm3"
+
+    scale_emb: float
+    """Of embeddings."""
+    scale_depth: float
+    """Of what a layer adds, beside the root of the number of layers."""
+    dim_model_base: int
+    """Logits are divided by so many times it as hidden_size has."""
+
+    def check(self) -> None:
+        if self.dim_model_base < 1:
+            raise UserError(f"config.json: dim_model_base={self.dim_model_base} must be above 0")
+        super().check()
+
+    @property
+    def adjacent(self) -> bool:
+        return False
+
+    @property
+    def embedding_scale(self) -> float:
+        return self.scale_emb
+
+    @property
+    def residual_scale(self) -> float:
+        return self.scale_depth / self.num_hidden_layers**0.5
+
+    @property
+    def logit_scale(self) -> float:
+        return self.dim_model_base / self.hidden_size
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
+        return make_latent_block(kind, config, options, rngs)
+
+
+def names(config: Config) -> list[ParameterEntry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    return latent_names(config)

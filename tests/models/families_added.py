@@ -1,0 +1,143 @@
+"""Families of mechanisms that other files test one by one, in other combinations."""
+
+EPS = {"rms_norm_eps": 1e-3}
+WINDOWS = ["sliding_attention", "full_attention"]
+THREE = ["full_attention", *WINDOWS]
+SPARSE = ["dense", "sparse", "sparse"]
+ROPES = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 500.0},
+    "full_attention": {
+        "rope_type": "proportional",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 0.5,
+    },
+}
+EXPERTS = {**EPS, "num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+WINDOWED = {"sliding_window": 7, "layer_types": THREE, "num_hidden_layers": 3}
+LATENT = {
+    **EPS,
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 14,
+    "qk_nope_head_dim": 10,
+    "qk_rope_head_dim": 6,
+    "v_head_dim": 9,
+    "attention_bias": True,
+}
+NEOX = {"layer_norm_eps": 1e-3, "num_key_value_heads": None}
+FALCON = {
+    "model_type": "falcon",
+    "layer_norm_epsilon": 1e-3,
+    "ffn_hidden_size": 48,
+    **dict.fromkeys(("intermediate_size", "num_key_value_heads")),
+}
+FAMILIES = {
+    "cwm": {"model_type": "cwm", **WINDOWED, **EPS, "mlp_bias": True, "head_dim": 12},
+    "exaone_moe": {
+        "model_type": "exaone_moe",
+        **EXPERTS,
+        **WINDOWED,
+        "mlp_layer_types": SPARSE,
+        "num_shared_experts": 2,
+        "n_group": 3,
+        "topk_group": 2,
+    },
+    "flex_olmo": {"model_type": "flex_olmo", **EXPERTS, "moe_intermediate_size": None}
+    | {"attention_bias": True, "pad_token_id": 0},
+    "hy_v3": {
+        "model_type": "hy_v3",
+        **EXPERTS,
+        "num_hidden_layers": 3,
+        "head_dim": 12,
+        "attention_bias": True,
+        "mlp_layer_types": SPARSE,
+        "num_shared_experts": 2,
+    },
+    "mellum": {
+        "model_type": "mellum",
+        **EXPERTS,
+        **WINDOWED,
+        "head_dim": 12,
+        "attention_bias": True,
+        "mlp_layer_types": SPARSE,
+        "rope_parameters": {
+            "sliding_attention": ROPES["sliding_attention"],
+            "full_attention": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4},
+        },
+    },
+    "flint": {
+        "model_type": "flint",
+        **EXPERTS,
+        **WINDOWED,
+        "head_dim": 12,
+        "attention_bias": True,
+        "mlp_only_layers": [1],
+        "shared_expert_intermediate_size": 20,
+    },
+    "youtu": {"model_type": "youtu", **LATENT, "tie_word_embeddings": False},
+    "minicpm3": {
+        "model_type": "minicpm3",
+        **LATENT,
+        "scale_emb": 3.0,
+        "scale_depth": 0.7,
+        "dim_model_base": 20,
+    },
+    "granitemoe_swa": {
+        "model_type": "granitemoe_swa",
+        **EPS,
+        **WINDOWED,
+        "num_local_experts": 6,
+        "num_experts_per_tok": 2,
+        "attention_multiplier": 0.11,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.4,
+        "logits_scaling": 3.0,
+        "attention_bias": True,
+        "layer_rope_theta": [0, 1e4, 500.0],
+        "shared_intermediate_size": 20,
+    },
+    "nanochat": {"model_type": "nanochat", "attention_bias": True, "rms_norm_eps": 1e-2},
+    "gpt_neox": {"model_type": "gpt_neox", **NEOX},
+    "gpt_neox_in_turn": {
+        "model_type": "gpt_neox",
+        **NEOX,
+        "use_parallel_residual": False,
+        "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
+    },
+    "persimmon": {"model_type": "persimmon", **NEOX},
+    "falcon": {**FALCON, "bias": True},
+    "falcon_groups": {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
+    "falcon_in_turn": {
+        **FALCON,
+        "parallel_attn": False,
+        "multi_query": False,
+        "tie_word_embeddings": False,
+    },
+    "apertus": {
+        "model_type": "apertus",
+        **EPS,
+        "pad_token_id": 0,
+        "attention_bias": True,
+        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+    },
+    "lfm2": {
+        "model_type": "lfm2",
+        "norm_eps": 1e-3,
+        "num_hidden_layers": 3,
+        "layer_types": ["conv", "full_attention", "conv"],
+        "block_multiple_of": 8,
+        "tie_word_embeddings": False,
+    },
+    "lfm3": {
+        "model_type": "lfm3",
+        "norm_eps": 1e-3,
+        "num_hidden_layers": 4,
+        "layer_types": ["conv", "full_attention", "conv", "sliding_attention"],
+        "head_dim": 16,
+        "attention_bias": True,
+        "sliding_window": 7,
+        "pad_token_id": 0,
+        "rope_parameters": ROPES,
+    },
+}
+DEFAULT = {"lfm3", "falcon_groups", "apertus"}
