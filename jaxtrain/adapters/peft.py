@@ -253,6 +253,12 @@ def write_gathered(
             modules = modules or [".".join(name.split(".")[-2:])]
             targets[path] = [f"{module}.weight" for module in modules]
     raw = describe_adapter(linears, join_slots(config, adapter), base_name, targets)
+    # PEFT renames tensors as transformers does, but not the modules to put pairs at.
+    raw["target_modules"] += [
+        ".".join((*owner, config.modules_in_memory[name]))
+        for *owner, name in (module.split(".") for module in raw["target_modules"])
+        if name in config.modules_in_memory
+    ]
     if f"{PREFIX}lm_head.weight" in plan:
         raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
     if adapter.rows:

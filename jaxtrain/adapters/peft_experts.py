@@ -96,7 +96,9 @@ def find_wrapped(config: DecoderConfig, linears: Linears) -> dict[str, WrappedEx
                 continue
             joined = gated and part in ("gate", "up")
             name = "gate_up_proj" if joined else f"{part}_proj"
-            parameters = tuple(_runtime(f"{match[1]}.{name}", SPLIT_RUNTIME) for match in modules if match)
+            parameters = tuple(
+                _runtime(f"{match[1]}.{name}", SPLIT_RUNTIME) for match in modules if match
+            )
             start, total = outputs * (joined and part == "up"), outputs * (1 + joined)
             wrapped[path] = WrappedExperts(parameters, start, 1, total, num_experts, True)
             continue

@@ -32,6 +32,8 @@ class DecoderConfig:
     """Keys of rope_parameters that the family reads besides those of their type."""
     rope_by_kind: ClassVar[bool] = False
     """True if rope_parameters are {kind of layer_types: parameters}."""
+    modules_in_memory: ClassVar[Mapping[str, str]] = {}
+    """{last part of a module's name in folders: what transformers calls it once it is loaded}."""
     newer: ClassVar[bool] = False
     """True if transformers 4 does not have the family: files have no rope_theta or rope_scaling."""
     norm: ClassVar[type[RMSNorm]] = RMSNorm

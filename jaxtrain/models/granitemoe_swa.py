@@ -1,4 +1,4 @@
-"""Granite with experts and sliding windows (IBM 2026): the experts of Granite 3, perhaps with an MLP
+"""Granite with experts and sliding windows (IBM 2026): Granite 3's experts, perhaps with an MLP
 beside them, behind windows, sinks and a rotation base for each layer."""
 
 import dataclasses

@@ -1,5 +1,5 @@
-"""LFM3 (Liquid AI 2026): LFM2 with a window in some attention layers, which have a position encoding
-of their own, norms before and behind both layers of a block, and a gate for each head's output."""
+"""LFM3 (Liquid AI 2026): LFM2 with a window in some attention layers, which have a position
+encoding of their own, norms around both layers of a block, and a gate for each head."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -22,6 +22,7 @@ OUT_NORMS = {"attention_out_norm": "post_operator_norm", "mlp_out_norm": "post_f
 class Config(lfm2.ConvConfig):
     architecture: ClassVar[str] = "Lfm3ForCausalLM"
     model_type: ClassVar[str] = "lfm3"
+    modules_in_memory: ClassVar[Mapping[str, str]] = {"gate_proj": "g_proj"}
     newer: ClassVar[bool] = True
     rope_by_kind: ClassVar[bool] = True
     rope_keys: ClassVar[tuple[str, ...]] = ("partial_rotary_factor",)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families_added import FAMILIES as ADDED
 from families_attn import FAMILIES
 from families_gemma import FAMILIES as GEMMA4
 from safetensors.numpy import load_file, save_file
@@ -34,6 +35,11 @@ from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 
 RAW = RAW | {name: {**SIZES, **GEMMA4[name]} for name in ("gemma4_moe", "gemma4_per_layer")}
+JOINT = ("falcon_groups", "lfm3", "gpt_neox", "apertus", "youtu", "granitemoe_swa")
+RAW |= {
+    name: {key: value for key, value in {**SIZES, **ADDED[name]}.items() if value is not None}
+    for name in JOINT
+}
 
 CASES = {
     "lora": dict(),
@@ -87,12 +93,14 @@ def make_params(config, adapter, seed=0):
 
 
 def make_adapter(config, target=("all-linear",), full=(), ranks=None, **slot):
+    linears = find_linears(config)
+    separate = any("v_proj" in linear.modules[0] for linear in linears.values())
     slots = choose_slots(
-        find_linears(config),
+        linears,
         target,
         LoRASpec(4, 6.0, **slot),
         ranks or {},
-        {"v_proj": 3.0} if "attention" in target or "all-linear" in target else {},
+        {"v_proj": 3.0} if separate and {"attention", "all-linear"} & {*target} else {},
     )
     return Adapter(slots, tuple(full))
 
@@ -140,6 +148,8 @@ TOKENS = np.stack(documents(4, 30, 30))
             for case in ("rslora", "attention with two ranks")
         ),
         pytest.param("lora", "llama", marks=pytest.mark.thorough),
+        pytest.param("lora", "falcon_groups", marks=pytest.mark.slow),
+        *(pytest.param("lora", name, marks=pytest.mark.thorough) for name in JOINT[1:]),
         *EXPERTS_IN_PEFT,
         *GEMMA,
     ],

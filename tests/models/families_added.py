@@ -140,4 +140,5 @@ FAMILIES = {
         "rope_parameters": ROPES,
     },
 }
-DEFAULT = {"lfm3", "falcon_groups", "apertus"}
+DEFAULT = {"lfm3", "falcon_groups"}
+CHOSEN = {"apertus", "exaone_moe", "nanochat", "youtu"}
