@@ -19,7 +19,12 @@ from jaxtrain.convert.shared import (
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
 
-METHODS = ("sft", "dpo", "kto", "grpo", "rloo", "reward", "cpo", "orpo", "gkd", "online_dpo", "prm")
+METHODS = (
+    *("sft", "dpo", "kto", "grpo", "rloo", "reward", "cpo", "orpo", "gkd", "distillation"),
+    *("online_dpo", "prm"),
+)
+FOLDERS = ("examples/scripts/", "trl/scripts/")
+"""TRL's own, whose scripts are named by their methods."""
 LOSSES = (
     *("sigmoid", "hinge", "ipo", "robust", "exo_pair", "nca_pair", "bco_pair", "sppo_hard", "aot"),
     *("aot_unpaired", "apo_zero", "apo_down", "discopop", "sigmoid_norm", "sft", "kto", "simpo"),
@@ -35,6 +40,11 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "reward": {"learning_rate": 1e-4, "max_length": 1024},
     "grpo": {"learning_rate": 1e-6, "beta": 0.0, "num_generations": 8, "loss_type": "dapo"},
     "rloo": {"learning_rate": 1e-6, "beta": 0.05, "num_generations": 2},
+    "distillation": {"learning_rate": 1e-6, "beta": 1.0},
+    "gkd": {
+        **{"learning_rate": 2e-5, "max_length": 1024, "packing": False, "max_new_tokens": 128},
+        **{"beta": 0.5, "lmbda": 0.5, "temperature": 0.9},
+    },
 }
 """What TRL takes where a line says nothing, and this project would take something else."""
 COMMON_DEFAULTS = {
@@ -95,7 +105,7 @@ def parse_command(text: str) -> dict[str, Any]:
     table = _read_flags(words[script + 1 : end])
     method = _method(words[script])
     return {
-        "command": method or ("grpo" if "reward_funcs" in table else "sft"),
+        "command": method or _guess_method(table),
         **({"vlm": True} if "vlm" in words[script] else {}),
         **({"launcher": launcher} if (launcher := _read_flags(words[:script])) else {}),
         **table,
@@ -117,8 +127,16 @@ def _find_script(words: Sequence[str]) -> int | None:
 def _method(word: str) -> str | None:
     """Return the method that a script's name tells: dpo of trl/scripts/dpo.py or train_dpo.py."""
     name = word.rpartition("/")[2].removesuffix(".py")
-    parts = re.split(r"[^a-z]", name.lower())
-    return name if name in METHODS else next((part for part in parts if part in METHODS), None)
+    parts = [name, *re.split(r"[^a-z]", name.lower())]
+    other = name if any(folder in word for folder in FOLDERS) else None
+    return next((part for part in parts if part in METHODS), other)
+
+
+def _guess_method(table: Mapping[str, Any]) -> str:
+    """Return the method that keys alone tell."""
+    if "teacher_model_name_or_path" in table:
+        return "distillation"
+    return "grpo" if "reward_funcs" in table else "sft"
 
 
 def _read_flags(words: Sequence[str]) -> dict[str, Any]:
@@ -152,10 +170,10 @@ def _scalar(word: str) -> Any:
 
 def convert(table: Mapping[str, Any]) -> Conversion:
     """Their config in ours; `command` says which trainer, else the keys do."""
-    method = str(table.get("command") or ("grpo" if "reward_funcs" in table else "sft"))
-    drawn = method in ("grpo", "rloo")
-    defaults = COMMON_DEFAULTS | DEFAULTS.get(method, {}) | (SAMPLING_DEFAULTS if drawn else {})
-    settings = {**defaults, **table}
+    method = str(table.get("command") or _guess_method(table))
+    sampling = SAMPLING_DEFAULTS if method in ("grpo", "rloo", "distillation") else {}
+    settings = {**COMMON_DEFAULTS, **DEFAULTS.get(method, {}), **sampling, **table}
+    drawn = bool(sampling or (method == "gkd" and settings["lmbda"]))
     conversion = Conversion(settings)
     set_task(conversion, method, settings.get("loss_type"))
     if conversion.get("task.kind") in ("preference", "reward_model"):
@@ -262,9 +280,13 @@ def set_task(conversion: Conversion, method: str, loss: Any) -> None:
     elif method in ("reward", "prm"):
         conversion.set("task.kind", "reward_model")
         conversion.set("task.labels", "steps" if method == "prm" else None)
-    elif method == "gkd":
+    elif method in ("gkd", "distillation"):
         conversion.set("task.kind", "distillation")
-        conversion.log("see docs/distillation.md for the keys of task.teacher", "command")
+        conversion.set("task.temperature", conversion.source.get("temperature"))
+        if method == "distillation":
+            conversion.set("task.on_policy_share", 1.0)
+        if conversion.source.get("lmbda", 1.0):
+            conversion.set("rollout.group_size", 1)
     elif method != "sft":
         conversion.set("task.kind", method)
         conversion.missed.append(("command", method, "see docs/reference/config.md for the tasks"))

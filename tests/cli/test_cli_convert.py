@@ -329,11 +329,15 @@ def test_the_defaults_are_trl_s():
     module = pytest.importorskip("trl", reason="the test extra installs TRL")
     from dataclasses import fields
 
+    from trl.experimental.gkd import GKDConfig
+
     for method, defaults in trl.DEFAULTS.items():
-        name = {"reward": "RewardConfig"}.get(method, f"{method.upper()}Config")
-        reference = {f.name: f.default for f in fields(getattr(module, name))}
+        names = {"reward": "RewardConfig", "distillation": "DistillationConfig"}
+        name = names.get(method, f"{method.upper()}Config")
+        of_method = GKDConfig if method == "gkd" else getattr(module, name)
+        reference = {f.name: f.default for f in fields(of_method)}
         expected = trl.COMMON_DEFAULTS | defaults
-        if method in ("grpo", "rloo"):
+        if method in ("grpo", "rloo", "distillation"):
             expected |= trl.SAMPLING_DEFAULTS
         assert {key: reference[key] for key in expected} == expected, method
 

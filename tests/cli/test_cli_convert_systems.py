@@ -6,10 +6,10 @@ import tomllib
 import pytest
 
 from jaxtrain.adapters.spec import AdaptableLinear, match_any
-from jaxtrain.cli.convert import check
 from jaxtrain.config.load import load_config, validate_config
 from jaxtrain.convert import SYSTEMS, trl
 from jaxtrain.convert.shared import match_linears
+from jaxtrain.errors import UserError
 from jaxtrain.main import main
 
 BARE = dict.fromkeys(("format", "no_input_format"), "{instruction}")
@@ -396,72 +396,31 @@ def test_variables_of_the_chat_template():
     assert "top_k" in [key for key, *_ in conversion.missed]
 
 
-SMOL = "HuggingFaceTB/SmolVLM-Instruct"
-VLM = "python sft_vlm.py --model_name_or_path {} --dataset_name d --num_train_epochs 1"
-PICTURES = {"pics": {"file_name": "pics.json", "columns": {"messages": "m", "images": "photo"}}}
-FACTORY = {"stage": "sft", "dataset": "pics", "dataset_info": PICTURES, "media_dir": "photos"}
+TEACHER = "--model_name_or_path m --teacher_model_name_or_path t --dataset_name d"
 
 
 @pytest.mark.parametrize(
-    ("keys", "vision", "target"),
+    ("line", "share", "beta", "temperature"),
     [
-        ({}, "all", None),
-        ({"freeze_mm_modules": True}, None, None),
-        (
-            {"adapter": "lora", "lora_target_linear": True},
-            None,
-            ["all-linear", "tower", "projector"],
-        ),
-        ({"adapter": "lora", "lora_target_modules": ["q_proj"]}, None, ["q_proj"]),
+        (f"python trl/scripts/distillation.py {TEACHER}", 1.0, 1.0, 1.0),
+        (f"python examples/scripts/gkd.py {TEACHER}", 0.5, 0.5, 0.9),
+        (f"python gkd.py {TEACHER} --lmbda 0 --beta 0.1", 0, 0.1, 0.9),
+        (f"python mine.py {TEACHER} --temperature 2", 1.0, 1.0, 2),
     ],
 )
-def test_axolotl_trains_the_parts_for_images_too(keys, vision, target):
-    keys = {**BASE, "base_model": SMOL, "processor_type": "AutoProcessor", **keys}
-    conversion = convert("axolotl", **keys)
-    assert (conversion.get("model.vision.train"), conversion.get("adapter.target")) == (
-        vision,
-        target,
-    )
-    noted = any('"tower" and "projector"' in text for _, text in conversion.notes)
-    assert noted == (target == ["q_proj"])
-    assert check(conversion) is None
+def test_trl_distills(line, share, beta, temperature):
+    keys = trl.parse_command(f"{line} --per_device_train_batch_size 4")
+    conversion = convert("trl", **keys)
+    task = conversion.get("task")
+    assert (task["kind"], task["teacher"]) == ("distillation", {"path": "t"})
+    actual = (task["on_policy_share"], task["beta"], task["temperature"])
+    assert actual == (share, beta, temperature)
+    rollout = {"group_size": 1, "prompts_per_step": 4} if share else None
+    assert conversion.get("rollout") == rollout
 
 
-@pytest.mark.parametrize(
-    ("keys", "vision", "target"),
-    [
-        ({"finetuning_type": "full"}, None, None),
-        ({"finetuning_type": "full", "freeze_multi_modal_projector": False}, "projector", None),
-        ({"finetuning_type": "full", "freeze_vision_tower": False}, "all", None),
-        (
-            {"lora_target": "all", "freeze_vision_tower": False},
-            None,
-            ["all-linear", "tower"],
-        ),
-    ],
-)
-def test_llama_factory_freezes_the_parts_for_images(keys, vision, target):
-    conversion = convert("llama-factory", model_name_or_path=SMOL, **FACTORY, **keys)
-    assert (conversion.get("model.vision.train"), conversion.get("adapter.target")) == (
-        vision,
-        target,
-    )
-    (dataset,) = conversion.get("data.datasets")
-    assert dataset["fields"] == {"messages": "m", "images": "photo"}
-    assert dataset["image_folder"] == "photos" and check(conversion) is None
-    assert any("589,824 pixels" in text for _, text in conversion.notes)
-
-
-def test_families_that_read_no_images_are_named(tmp_path):
-    source = trl.parse_command(VLM.format(SMOL))
-    conversion = trl.convert(source)
-    assert conversion.get("model.vision.train") == "all" and check(conversion) is None
-    other = check(trl.convert({**source, "model_name_or_path": "some/text-1b"}))
-    assert "command: the model reads no images" in other and "smolvlm" in other
-    # The folder's own model_type counts, whatever its name.
-    folder = tmp_path / "smolvlm"
-    folder.mkdir()
-    for model_type, reads in (("llama", False), ("idefics3", True)):
-        (folder / "config.json").write_text(json.dumps({"model_type": model_type}))
-        conversion = trl.convert({**source, "model_name_or_path": str(folder)})
-        assert (check(conversion) is None) == reads
+@pytest.mark.parametrize("name", ["gold", "bco", "nash_md"])
+def test_trl_scripts_of_other_methods_are_no_sft(name):
+    keys = trl.parse_command(f"python examples/scripts/{name}.py --model_name_or_path m")
+    with pytest.raises(UserError, match=f"task.kind.*'{name}'"):
+        convert("trl", **keys, dataset_name="d")
