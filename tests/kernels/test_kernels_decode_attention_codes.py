@@ -65,8 +65,18 @@ def check(case, stored, dtype, function):
     testing.assert_accurate(actual.astype(jnp.float32), exact, plain, dtype)
 
 
-@pytest.mark.parametrize("stored", STORED)
-@pytest.mark.parametrize("name", ["ragged", "group3_softcap", "group7", "d256"])
+@pytest.mark.parametrize(
+    ("name", "stored"),
+    [
+        *((name, "int8") for name in ("ragged", "group3_softcap", "d256")),
+        ("group7", "fp8"),
+        pytest.param("group7", "int8", marks=pytest.mark.thorough),
+        *(
+            pytest.param(name, "fp8", marks=pytest.mark.thorough)
+            for name in ("ragged", "group3_softcap", "d256")
+        ),
+    ],
+)
 def test_kernel_matches_numpy(name, stored):
     case = next(case for case in CI if case.name == name)
     check(case, stored, "bfloat16", functools.partial(interpreted, gpu.Config(keys=32, part=24)))

@@ -68,7 +68,7 @@ def few_cores(monkeypatch):
 
 CASES = [
     ("silu", True, UNEVEN),
-    (Clamped(limit=1.0), False, UNEVEN),
+    pytest.param(Clamped(limit=1.0), False, UNEVEN, marks=pytest.mark.thorough),
     pytest.param(Clamped(limit=1.0), True, EVEN, marks=pytest.mark.slow),
     pytest.param("silu", True, EVEN, marks=pytest.mark.slow),
     pytest.param("gelu_pytorch_tanh", False, EVEN, marks=pytest.mark.slow),

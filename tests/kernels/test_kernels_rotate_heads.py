@@ -81,7 +81,15 @@ def test_cases_match_numpy(case, dtype):
     check(case, dtype, lambda *arrays: op(case, "xla", *arrays))
 
 
-@pytest.mark.parametrize("case", CI, ids=lambda c: c.name)
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(
+            case, id=case.name, marks=[pytest.mark.thorough] * (case.name in ("llama", "partial"))
+        )
+        for case in CI
+    ],
+)
 def test_interpreted_kernels(case):
     """Values and gradients by the 2x rule, and no data race."""
     heads = gpu.Heads(case.counts, case.passed, case.head_dim, case.half)

@@ -130,12 +130,20 @@ SETTINGS = {
     "d512_window": {"H": 512, "N": 2, "K": 2, "B": 2, "T": 80, "used": 70, "window": 21},
     "d64_two_rows": {"H": 64, "N": 1, "K": 1, "B": 2, "T": 130, "used": 120},
 }
-SLOW = SETTINGS.keys() - {"d64_grouped", "d256", "d128_grouped", "d192_v128", "d512_shared"}
+QUICK = ("d64_grouped", "d256", "d128_grouped", "d192_v128", "d512_shared")
+SLOW = [name for name in SETTINGS if name not in QUICK]
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in SETTINGS],
+    [
+        *("d128_grouped", "d512_shared"),
+        *(
+            pytest.param(n, marks=pytest.mark.thorough)
+            for n in ("d64_grouped", "d256", "d192_v128")
+        ),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in SLOW),
+    ],
 )
 def test_interpreted_kernels(name, monkeypatch):
     check_kernels(name, monkeypatch)
@@ -246,7 +254,9 @@ def test_interpreted_intervals_with_empty_rows_and_fewer_queries(H):
         assert not np.asarray(array, np.float32)[0, empty].any()
 
 
-@pytest.mark.parametrize("name", ["blocks_h2_1_d64", "unrolled_h2_1_d64"])
+@pytest.mark.parametrize(
+    "name", ["blocks_h2_1_d64", pytest.param("unrolled_h2_1_d64", marks=pytest.mark.thorough)]
+)
 def test_interpreted_drafts(name, monkeypatch):
     """Blocks and unrolled steps over a tree, whose keys are moved; no data race."""
     monkeypatch.setattr(blocks, "WORTH", 2.0)

@@ -43,12 +43,18 @@ def interpreted():
 
 
 SLOW = {"tree_h2_2_d128", "documents_rows2_h2_1_d64", "tree_h4_1_d64_softcap"}
+THOROUGH = {"tree_h2_1_d256", "unrolled_h2_1_d64"}
 
 
 @pytest.mark.parametrize(
     "case",
     [
-        pytest.param(case, id=case.name, marks=[pytest.mark.slow] if case.name in SLOW else [])
+        pytest.param(
+            case,
+            id=case.name,
+            marks=[pytest.mark.slow] * (case.name in SLOW)
+            + [pytest.mark.thorough] * (case.name in THOROUGH),
+        )
         for case in CI_CASES
     ],
 )
