@@ -173,7 +173,9 @@ def test_choices_of_other_devices_add_nothing():
 
 
 @pytest.mark.parametrize("impl", ["reference", "xla"])
-@pytest.mark.parametrize("parts", [("gate", "up", "down"), ("down",)])
+@pytest.mark.parametrize(
+    "parts", [("gate", "up", "down"), pytest.param(("down",), marks=pytest.mark.thorough)]
+)
 def test_adapters_equal_merged_experts(parts, impl):
     """x W + (x a) b is x (W + a b), in output and in the gradients of x, a and b."""
     experts, arrays = moe_inputs(8, 5)

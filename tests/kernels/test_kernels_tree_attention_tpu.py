@@ -43,7 +43,7 @@ def interpreted():
 
 
 SLOW = {"tree_h2_2_d128", "documents_rows2_h2_1_d64", "tree_h4_1_d64_softcap"}
-THOROUGH = {"tree_h2_1_d256", "unrolled_h2_1_d64"}
+THOROUGH = {"tree_h2_1_d256", "unrolled_h2_1_d64", "blocks_h2_1_d64"}
 
 
 @pytest.mark.parametrize(
