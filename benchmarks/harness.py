@@ -152,7 +152,7 @@ def compile_step(step, state, batch, frozen=None, options=None):
     assert not options, "compiler options: for steps of one microstep"
     micro = take_micro(batch._replace(denoms={}), 0)
     frozen = frozen or {}
-    start, add_micro = step.open(state.params, frozen, micro, state.step)
+    start, add_micro = step.backward.open(state.params, frozen, micro, state.step)
     return step, add_micro.lower(start(), state.params, frozen, micro, state.step).compile()
 
 
