@@ -357,12 +357,19 @@ def _stack(values: Sequence[Any]) -> Any:
 
 SCORING_ROW, MIN_SCORING_ROW = 2048, 128
 """Tokens of rows that several short texts share in scoring, and of the shortest row."""
+BARE = Fields(components=())
+"""No weights and no streams."""
 
 
 def pack_for_scoring(
-    packed: Sequence[PackedTree], *, rows: int, share_rows: bool, row_tokens: int = SCORING_ROW
+    packed: Sequence[PackedTree],
+    *,
+    rows: int,
+    share_rows: bool,
+    row_tokens: int = SCORING_ROW,
+    fields: Fields = BARE,
 ) -> Iterator[tuple[Batch, list[tuple[int, int, int]]]]:
-    """Pack texts or trees into batches [1, rows, T] without weights.
+    """Pack texts or trees into batches [1, rows, T], by default without weights.
 
     Yields (batch, [(index of a tree, row, its first token)]). share_rows False: one tree per row,
     for models that do not support several. T is at least `row_tokens` if the trees fill such rows,
@@ -390,4 +397,4 @@ def pack_for_scoring(
                 row, np.cumsum([0, *(lengths[index] for index in row)]), strict=False
             )
         ]
-        yield stack_batches([build_batch(trees, length, Fields(components=()))]), spans
+        yield stack_batches([build_batch(trees, length, fields)]), spans
