@@ -37,6 +37,7 @@ LAYERS = [
     ["generation"],
     ["methods"],
     ["api", "runs.estimate"],
+    ["training_api"],
     ["cli", "runs.sweep", "light_transformers"],
     ["main"],
 ]

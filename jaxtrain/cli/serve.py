@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from jaxtrain.api import Model
     from jaxtrain.generation.local.engine import LocalEngine
     from jaxtrain.generation.serving.answerer import ServedModel
+    from jaxtrain.training_api.routes import TrainingApi
 
 KEY_VARIABLE = "JAXTRAIN_API_KEY"
 MAX_KEY = 4096
@@ -62,6 +63,12 @@ def run_serve(argv: list[str]) -> None:
     )
     parser.add_argument(
         "--draft", type=os.path.expanduser, help="folder of a draft model (dflash, eagle3)"
+    )
+    parser.add_argument(
+        "--train",
+        type=expand_path,
+        metavar="FOLDER",
+        help="let clients train in the form of Tinker's API too; what they train is kept there",
     )
     args = parser.parse_intermixed_args(argv)
     if (
@@ -119,7 +126,15 @@ async def serve(
     name = args.served_model_name or Path(args.model).name
     engines, models = open_models(model, name, args, thread)
     form = ServingFormat(model.tokenizer, model.vocab_size, model.max_len)
-    app = EndpointApp(Answerer(form, models, log=log).routes(), key, PUBLIC)
+    routes, public = Answerer(form, models, log=log).routes(), PUBLIC
+    training = None
+    if args.train is not None:
+        from jaxtrain.training_api.routes import PUBLIC as TRAINING_PUBLIC
+
+        training = open_training(model, name, args, engines[0], thread)
+        routes, public = [*routes, *training.routes()], (*public, *TRAINING_PUBLIC)
+        training.start()
+    app = EndpointApp(routes, key, public)
     try:
         port = await app.listen(args.host, args.port)
     except OSError as error:
@@ -139,6 +154,8 @@ async def serve(
     finally:
         following.cancel()
         await app.close()
+        if training is not None:
+            await training.close()
         for engine in engines:
             await engine.close()
 
@@ -161,6 +178,32 @@ def open_models(
         engines.append(engine)
         models.append(ServedModel(policy or name, engine, describe_version(model)))
     return engines, models
+
+
+def open_training(
+    model: "Model",
+    name: str,
+    args: argparse.Namespace,
+    served: "LocalEngine",
+    thread: ThreadPoolExecutor,
+) -> "TrainingApi":
+    """Return the routes of --train over the served model; UserError for one that cannot be trained
+    on."""
+    from jaxtrain.generation.local.engine import LocalEngine
+    from jaxtrain.training_api.routes import TrainingApi
+    from jaxtrain.training_api.trainer import Base
+
+    model.require_next_token()
+    if args.draft or model.policies:
+        cause = "--draft" if args.draft else "a run of several policies"
+        raise UserError(f"serve: --train does not go with {cause}")
+    base = Base(model.config, model.snapshot, model.max_len)
+    sampler = model.sampler(True, max_batch=args.max_num_seqs)
+    sampler.use(served.sampler.model, 0)
+    # Clients read the tokenizer from the model's name, or from its folder on this machine.
+    tokenizer = args.served_model_name or os.path.abspath(args.model)
+    engine = LocalEngine(sampler, thread)
+    return TrainingApi(args.train, name, base, engine, thread, tokenizer)
 
 
 async def follow(model: "Model", models: "list[ServedModel]", engines: "list[LocalEngine]") -> None:

@@ -115,6 +115,7 @@ class EndpointApp:
                 raise RequestRefused(403, "web pages may ask only a server that has a key")
             return
         token = request.headers.get("Authorization", "").removeprefix("Bearer ").strip()
+        token = token or request.headers.get("X-API-Key", "")
         # Header bytes that are not UTF-8 are lone surrogates here.
         sent = token.encode("utf-8", "surrogateescape")
         if not hmac.compare_digest(sent, self.key.encode()):
@@ -142,6 +143,13 @@ def describe_error(error: RequestRefused) -> dict[str, Any]:
 
 async def read_json(request: web.Request) -> dict[str, Any]:
     """Parse the body of a request; RequestRefused if it is not a JSON object."""
+    # In a thread: 64 MiB of JSON take a second, and other agents wait.
+    raw = await read_body(request)
+    return await asyncio.to_thread(parse_body, raw, request.charset)
+
+
+async def read_body(request: web.Request) -> bytes:
+    """Return the body of a request, decompressed; RequestRefused."""
     try:
         raw = await request.read()
     except web.HTTPRequestEntityTooLarge:
@@ -149,10 +157,7 @@ async def read_json(request: web.Request) -> dict[str, Any]:
     except (ClientPayloadError, HttpProcessingError, ValueError) as error:
         raise RequestRefused(400, f"the body cannot be read: {error}") from None
     coding = request.headers.get("Content-Encoding", "identity").strip().lower()
-    # In a thread: 64 MiB of JSON take a second, and other agents wait.
-    return await asyncio.to_thread(
-        lambda: parse_body(decompress(raw, coding, MAX_BYTES), request.charset)
-    )
+    return await asyncio.to_thread(decompress, raw, coding, MAX_BYTES)
 
 
 async def stream(

@@ -51,8 +51,8 @@ ELSEWHERE = {
 }
 """Names that are refused, and why."""
 
-Terms = Callable[[jax.Array, Mapping[str, jax.Array]], jax.Array]
-"""(log-probs [B, T], streams) -> loss of each place [B, T]."""
+Terms = Callable[..., jax.Array]
+"""(log-probs [B, T], streams, numbers) -> loss of each place [B, T]."""
 
 
 @dataclass(frozen=True)

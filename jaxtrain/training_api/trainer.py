@@ -192,6 +192,12 @@ class TrainedModel:
         """Note that a part of the gradients is missing, so that the next step must not be made."""
         self.failed = self.failed or reason
 
+    def renew_optimizer(self) -> None:
+        """Forget the optimizer's moments and the number of steps."""
+        with jax.set_mesh(self.kind.base.mesh):
+            state = self.state
+            self.state = init_state(state.params, self.kind.optimizer, state.copies)
+
     def copy_params(self) -> dict[str, Any]:
         """Return copies of what a sampler needs: updates donate the state's own arrays."""
         state = self.state

@@ -1,0 +1,92 @@
+"""Promises of results: a request's id, and what it ends in."""
+
+import asyncio
+import json
+import time
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from jaxtrain.training_api.journal import Record
+
+PROTOBUF, JSON, ERROR = "protobuf", "json", "error"
+USER, SERVER = "user", "server"
+"""Whose mistake an error was."""
+
+
+class Result(NamedTuple):
+    """What a request has ended in."""
+
+    kind: str
+    """PROTOBUF; JSON; ERROR: JSON, too."""
+    body: bytes
+
+    @classmethod
+    def of(cls, value: Any) -> "Result":
+        """Return the result of bytes, which are a protobuf message, or of an object."""
+        if isinstance(value, bytes):
+            return cls(PROTOBUF, value)
+        return cls(JSON, json.dumps(value).encode())
+
+    @classmethod
+    def error(cls, message: str, category: str = USER) -> "Result":
+        """Return an error."""
+        return cls(ERROR, json.dumps({"error": message, "category": category}).encode())
+
+    @property
+    def message(self) -> str:
+        """The text of an error."""
+        return json.loads(self.body)["error"]
+
+
+@dataclass(eq=False)
+class Entry:
+    """A request that was accepted."""
+
+    id: str
+    seq_id: int
+    operation: str
+    digest: str
+    """Of its body: the same number with another body is another request."""
+    payload: bytes = b""
+    """Its body; empty once it has been run and no restart would run it again."""
+    result: Result | None = None
+    ran: bool = True
+    """False: it ended without being run."""
+    read_at: float | None = None
+    """When its result was first read."""
+    arrived: float = field(default_factory=time.monotonic)
+    logged: asyncio.Event = field(default_factory=asyncio.Event)
+    done: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def end(self, result: Result) -> None:
+        """Set the result and wake those that wait for it."""
+        self.result = result
+        self.done.set()
+
+    def request_record(self) -> Record:
+        """Return the request for the log."""
+        names = ("id", "seq_id", "operation", "digest")
+        return Record({"request": {name: getattr(self, name) for name in names}}, self.payload)
+
+    def result_record(self) -> Record:
+        """Return the result for the log."""
+        assert self.result is not None
+        header = {"result": self.seq_id, "kind": self.result.kind, "ran": self.ran}
+        return Record(header, self.result.body)
+
+
+def read_entries(records: list[Record]) -> tuple[dict[int, Entry], list[int]]:
+    """Return (the entries of a model's log by number, the numbers in the order of their ends)."""
+    entries: dict[int, Entry] = {}
+    order: list[int] = []
+    for header, payload in records:
+        if "request" in header:
+            entry = Entry(**header["request"], payload=payload)
+            entry.logged.set()
+            entries[entry.seq_id] = entry
+        else:
+            entry = entries[header["result"]]
+            entry.ran = header["ran"]
+            entry.end(Result(header["kind"], payload))
+            order.append(entry.seq_id)
+    return entries, order

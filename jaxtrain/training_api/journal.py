@@ -1,0 +1,113 @@
+"""Append-only log of requests and results: what it has returned from is on disk.
+
+A record is a JSON header and bytes, behind their lengths and a checksum. A process that is killed
+while it writes leaves a torn record at the end, which the next one cuts off: nobody was answered.
+"""
+
+import json
+import os
+import struct
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+LENGTHS = struct.Struct("<III")
+
+
+class Record(NamedTuple):
+    """An entry of a log."""
+
+    header: dict[str, Any]
+    payload: bytes = b""
+
+
+class Journal:
+    """A log in a file, which is created if it is not there. For several threads."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._lock = threading.Lock()
+        self._file = open(path, "ab")
+        self.size = self._file.tell()
+
+    def append(self, *records: Record) -> None:
+        """Write records; return when they are on disk. OSError leaves the log as it was."""
+        raw = b"".join(map(encode, records))
+        with self._lock:
+            try:
+                self._file.write(raw)
+                self._file.flush()
+                os.fsync(self._file.fileno())
+            except OSError:
+                os.ftruncate(self._file.fileno(), self.size)
+                raise
+            self.size += len(raw)
+
+    def rewrite(self, records: Iterable[Record]) -> None:
+        """Replace the whole log, or nothing of it."""
+        unfinished = self.path.with_name(f".{self.path.name}.unfinished")
+        with self._lock:
+            with open(unfinished, "wb") as file:
+                for record in records:
+                    file.write(encode(record))
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(unfinished, self.path)
+            sync_folder(self.path.parent)
+            self._file.close()
+            self._file = open(self.path, "ab")
+            self.size = self._file.tell()
+
+    def read(self) -> list[Record]:
+        """Return all records, and cut off a torn one at the end."""
+        raw = self.path.read_bytes()
+        records, end = [], 0
+        for record, stop in decode(raw):
+            records.append(record)
+            end = stop
+        if end < len(raw):
+            with self._lock:
+                os.ftruncate(self._file.fileno(), end)
+                os.fsync(self._file.fileno())
+                self.size = end
+        return records
+
+    def close(self) -> None:
+        """Close the file."""
+        with self._lock:
+            self._file.close()
+
+
+def encode(record: Record) -> bytes:
+    """Return a record as bytes."""
+    header = json.dumps(record.header, sort_keys=True).encode()
+    checksum = zlib.crc32(record.payload, zlib.crc32(header))
+    return LENGTHS.pack(len(header), len(record.payload), checksum) + header + record.payload
+
+
+def decode(raw: bytes) -> Iterator[tuple[Record, int]]:
+    """Yield each whole record and its end."""
+    end = 0
+    while len(raw) - end >= LENGTHS.size:
+        header_size, payload_size, checksum = LENGTHS.unpack_from(raw, end)
+        start = end + LENGTHS.size
+        middle, stop = start + header_size, start + header_size + payload_size
+        if stop > len(raw):
+            return
+        header, payload = raw[start:middle], raw[middle:stop]
+        if zlib.crc32(payload, zlib.crc32(header)) != checksum:
+            return
+        yield Record(json.loads(header), payload), stop
+        end = stop
+
+
+def sync_folder(folder: Path) -> None:
+    """Bring the names in a folder to disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

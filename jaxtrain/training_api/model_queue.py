@@ -1,0 +1,225 @@
+"""The requests of one model, run in the order of their numbers, each once.
+
+POST ─> log (on disk) ─> id          waiting ─> next number ─> device's thread ─> log ─> result
+                                        └─ a number that does not come within GAP_SECONDS: those
+                                           behind it fail, and later ones go on
+
+A restart begins from the newest snapshot and runs what the log holds behind it again, by the same
+programs in the same order, so that the weights come out bit by bit.
+"""
+
+import asyncio
+import hashlib
+import sys
+import time
+import traceback
+from collections import deque
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from jaxtrain.environments.request_fields import RequestRefused
+from jaxtrain.errors import UserError
+from jaxtrain.text_safety import escape_control_chars
+from jaxtrain.training_api.futures import ERROR, SERVER, Entry, Result, read_entries
+from jaxtrain.training_api.journal import Journal, Record
+from jaxtrain.training_api.operations import Operations
+
+GAP_SECONDS = 60.0
+"""How long a request waits for one with a lower number."""
+MAX_WAITING = 1024
+SNAPSHOT_SECONDS, SNAPSHOT_BYTES = 60.0, 1 << 28
+"""A step that ends so long after the last snapshot, or behind so much of a log, is followed by
+one."""
+KEPT_SECONDS = 3600.0
+"""How long a result stays after it was read."""
+
+
+class ModelQueue:
+    """A model, and its requests; its methods run in the event loop."""
+
+    def __init__(self, operations: Operations, journal: Journal, thread: ThreadPoolExecutor):
+        self.operations, self.journal, self.thread = operations, journal, thread
+        self.entries, self._order = read_entries(journal.read())
+        self.waiting = {seq: entry for seq, entry in self.entries.items() if entry.result is None}
+        """Requests that have not ended, by number."""
+        self.next_seq = 0
+        self._read: deque[tuple[float, Entry]] = deque()
+        self._snapshot_at = time.monotonic()
+        self._arrived = asyncio.Event()
+        self._worker: asyncio.Task | None = None
+
+    def start(self) -> None:
+        """Begin to run requests, after those that the log says were run."""
+        self._worker = asyncio.ensure_future(self._work())
+
+    async def close(self) -> None:
+        """Stop after the request that is being run."""
+        if self._worker is not None:
+            self._worker.cancel()
+            await asyncio.gather(self._worker, return_exceptions=True)
+        self.journal.close()
+
+    async def submit(self, seq_id: Any, operation: str, payload: bytes) -> Entry:
+        """Accept a request; the same one again is the same entry. RequestRefused."""
+        if type(seq_id) is not int or seq_id < 0:
+            raise RequestRefused(400, "seq_id must be a whole number from 1 on", "seq_id")
+        digest = hashlib.sha256(operation.encode() + b"\0" + payload).hexdigest()
+        if (entry := self.entries.get(seq_id)) is not None:
+            if entry.digest != digest:
+                raise RequestRefused(
+                    409, f"seq_id {seq_id} was sent with another body before", "seq_id"
+                )
+            await entry.logged.wait()
+            if seq_id in self.entries:
+                return entry
+        if len(self.waiting) >= MAX_WAITING:
+            raise RequestRefused(429, f"{MAX_WAITING:,} requests of this model are waiting")
+        entry = Entry(f"{self.operations.model_id}/{seq_id}", seq_id, operation, digest, payload)
+        # Before the log is on disk: the same request may come again meanwhile.
+        self.entries[seq_id] = entry
+        try:
+            await asyncio.to_thread(self.journal.append, entry.request_record())
+        except OSError as error:
+            del self.entries[seq_id]
+            raise RequestRefused(503, f"the log cannot be written: {error.strerror}") from None
+        finally:
+            entry.logged.set()
+        self.waiting[seq_id] = entry
+        if seq_id < self.next_seq:
+            await self._end(entry, Result.error(f"seq_id {seq_id} came too late"), ran=False)
+        self._arrived.set()
+        return entry
+
+    async def _work(self) -> None:
+        """Run requests until cancelled."""
+        await self._in_thread(self._replay)
+        for seq_id in self._order:
+            self.waiting.pop(seq_id, None)
+            self.entries[seq_id].done.set()
+        while True:
+            entry = await self._next()
+            result = await self._in_thread(self._run, entry)
+            await self._end(entry, result)
+            self.next_seq = entry.seq_id + 1
+            self._forget_read()
+
+    async def _next(self) -> Entry:
+        while True:
+            self._arrived.clear()
+            entry = self.entries.get(self.next_seq)
+            if entry is not None:
+                if entry.result is None:
+                    return entry
+                self.next_seq += 1
+                continue
+            behind = list(self.waiting.values())
+            try:
+                wait = None
+                if behind:
+                    oldest = min(entry.arrived for entry in behind)
+                    wait = max(0.0, oldest + GAP_SECONDS - time.monotonic())
+                await asyncio.wait_for(self._arrived.wait(), wait)
+            except TimeoutError:
+                reason = f"seq_id {self.next_seq} did not come within {GAP_SECONDS:.0f} s"
+                self.operations.drop(reason)
+                self.next_seq = max(entry.seq_id for entry in behind) + 1
+                for entry in behind:
+                    await self._end(entry, Result.error(reason), ran=False)
+
+    async def _end(self, entry: Entry, result: Result, ran: bool = True) -> None:
+        """Log a result, then hand it out."""
+        entry.ran, entry.result = ran, result
+        await asyncio.to_thread(self.journal.append, entry.result_record())
+        self._order.append(entry.seq_id)
+        self.waiting.pop(entry.seq_id, None)
+        entry.end(result)
+
+    def note_read(self, entry: Entry) -> None:
+        """Note that a result was read: it stays for KEPT_SECONDS more."""
+        if entry.read_at is None:
+            entry.read_at = time.monotonic()
+            self._read.append((entry.read_at, entry))
+
+    async def _in_thread(self, work: Any, *args: Any) -> Any:
+        loop = asyncio.get_running_loop()
+        return await asyncio.shield(loop.run_in_executor(self.thread, work, *args))
+
+    def _run(self, entry: Entry) -> Result:
+        """Run a request; called by the device's thread."""
+        try:
+            result = Result.of(self.operations.run(entry.operation, entry.id, entry.payload))
+        except UserError as error:
+            return self._fail(entry, Result.error(str(error)))
+        # What a client sends must not end the server: whatever else goes wrong is the answer.
+        except Exception as error:
+            print(escape_control_chars(traceback.format_exc()), file=sys.stderr)
+            failed = Result.error(f"the server failed: {type(error).__name__}", SERVER)
+            # The step may have donated the state that it did not replace.
+            self.operations.forget()
+            self._replay()
+            return self._fail(entry, failed)
+        if self._wants_snapshot(entry.operation):
+            self._snapshot(entry, result)
+        return result
+
+    def _fail(self, entry: Entry, result: Result) -> Result:
+        if entry.operation == "forward_backward":
+            self.operations.drop(f"forward_backward of seq_id {entry.seq_id} failed")
+        return result
+
+    def _wants_snapshot(self, operation: str) -> bool:
+        if operation == "load_weights":
+            return True
+        late = time.monotonic() - self._snapshot_at > SNAPSHOT_SECONDS
+        return operation == "optim_step" and (late or self.journal.size > SNAPSHOT_BYTES)
+
+    def _snapshot(self, entry: Entry, result: Result) -> None:
+        """Write the state after an entry, and drop the bodies of what was run before."""
+        cursor = {"seq_id": entry.seq_id, "kind": result.kind, "body": result.body.decode()}
+        self.operations.save_snapshot(cursor)
+        self._snapshot_at = time.monotonic()
+        for earlier in list(self.entries.values()):
+            if earlier.result is not None:
+                earlier.payload = b""
+        entry.payload = b""
+        self.journal.rewrite(self._records())
+
+    def _records(self) -> list[Record]:
+        requests = [entry.request_record() for entry in list(self.entries.values())]
+        results = [self.entries[seq_id].result_record() for seq_id in list(self._order)]
+        return [*requests, *results]
+
+    def _replay(self) -> None:
+        """Bring the model to where the log ends; called by the device's thread."""
+        cursor = self.operations.open_snapshot()
+        first = 0
+        if cursor is not None:
+            first = cursor["seq_id"] + 1
+            entry = self.entries[cursor["seq_id"]]
+            if entry.result is None:  # killed between the snapshot and the log
+                entry.result = Result(cursor["kind"], cursor["body"].encode())
+                self.journal.append(entry.result_record())
+                self._order.append(entry.seq_id)
+        for seq_id in self._order:
+            entry = self.entries[seq_id]
+            if seq_id < first:
+                continue
+            assert entry.result is not None
+            if not entry.ran:
+                self.operations.drop(entry.result.message)
+                continue
+            try:
+                self.operations.run_again(entry.operation, entry.id, entry.payload)
+            except UserError:
+                self._fail(entry, entry.result)
+            if entry.result.kind == ERROR and entry.operation == "forward_backward":
+                self._fail(entry, entry.result)
+        if self._order:
+            self.next_seq = max(self.next_seq, first, *(seq_id + 1 for seq_id in self._order))
+
+    def _forget_read(self) -> None:
+        """Drop the bodies of results that were read long ago; their requests stay known."""
+        while self._read and time.monotonic() - self._read[0][0] > KEPT_SECONDS:
+            _, entry = self._read.popleft()
+            assert entry.result is not None
+            entry.result = entry.result._replace(body=b"")

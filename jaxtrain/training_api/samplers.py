@@ -1,0 +1,110 @@
+"""Samples from any saved weights by one engine, which holds one set of weights at a time.
+
+Requests for the weights that it holds are drawn together; those for others wait until it is idle.
+They take turns in the order in which they came, so no weights wait for ever.
+"""
+
+import asyncio
+import itertools
+from collections import OrderedDict, deque
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import asynccontextmanager
+from typing import Any
+
+import jax
+
+from jaxtrain.generation.local.engine import LocalEngine
+from jaxtrain.generation.local.slots import unstack
+from jaxtrain.models.parameters import split_model
+from jaxtrain.training_api.trainer import LoRA, ModelKind
+from jaxtrain.training_api.weights_store import WeightsStore
+
+KEPT = 4
+"""Sets of weights that stay in memory after they were saved or read."""
+ADAPTER = ".adapter."
+
+
+class Samplers:
+    """The engine, and the weights that it may hold."""
+
+    def __init__(self, store: WeightsStore, engine: LocalEngine, thread: ThreadPoolExecutor):
+        """engine: with the weights of the base. thread: the one that launches device work."""
+        self.store, self.engine, self.thread = store, engine, thread
+        self.current: str | None = None
+        """The path of the weights that the engine holds; None: the base."""
+        self._base = engine.sampler.model
+        self._kept: OrderedDict[str, tuple[ModelKind, Any]] = OrderedDict()
+        self._layouts: dict[LoRA, tuple[Any, Any, Any]] = {}
+        self._waiting: deque[tuple[int, str | None]] = deque()
+        self._tickets, self._versions = itertools.count(), itertools.count(1)
+        self._running = 0
+        self._free = asyncio.Condition()
+
+    def keep(self, path: str, kind: ModelKind, params: Any) -> None:
+        """Keep the weights of a path in memory; called by the device's thread."""
+        self._kept[path] = (kind, params)
+        self._kept.move_to_end(path)
+        while len(self._kept) > KEPT:
+            self._kept.popitem(last=False)
+
+    @asynccontextmanager
+    async def turn(self, path: str | None) -> AsyncIterator[LocalEngine]:
+        """Hold the engine with these weights. UserError for weights that are not there."""
+        ticket = next(self._tickets), path
+        async with self._free:
+            self._waiting.append(ticket)
+            try:
+                await self._free.wait_for(lambda: self._may_start(ticket))
+                if path != self.current:
+                    loop = asyncio.get_running_loop()
+                    await loop.run_in_executor(self.thread, self._use, path)
+                    self.current = path
+                self._running += 1
+            finally:
+                self._waiting.remove(ticket)
+                self._free.notify_all()
+        try:
+            yield self.engine
+        finally:
+            async with self._free:
+                self._running -= 1
+                self._free.notify_all()
+
+    def _may_start(self, ticket: tuple[int, str | None]) -> bool:
+        if not self._running:
+            return self._waiting[0] == ticket
+        before = itertools.takewhile(lambda other: other != ticket, self._waiting)
+        return ticket[1] == self.current and all(path == self.current for _, path in before)
+
+    def _use(self, path: str | None) -> None:
+        model = self._base if path is None else self._open(path)
+        self.engine.use(model, next(self._versions))
+
+    def _open(self, path: str) -> Any:
+        """Return the sampler's model of a path."""
+        if path not in self._kept:
+            saved = self.store.find(path, "sampler_weights", "model_path")
+            kind = self.store.base.kind(saved.lora)
+            self.keep(path, kind, self.store.read_params(saved.folder, kind))
+        kind, params = self._kept[path]
+        with jax.set_mesh(kind.base.mesh):
+            if not kind.lora.rank:
+                return unstack(kind.roles.rebuild(kind.roles.trained)(params))
+            if kind.lora not in self._layouts:
+                self._layouts[kind.lora] = self._lay_out(kind, params)
+            base, rebuild, select = self._layouts[kind.lora]
+            return rebuild({**base, **select(params, kind.frozen)})
+
+    def _lay_out(self, kind: ModelKind, params: Any) -> tuple[Any, Any, Callable]:
+        """Return (the base's weights layer by layer, what builds a model of them and an adapter,
+        what lays out an adapter): the base is laid out once for all adapters of a kind."""
+        build = kind.roles.rebuild(kind.roles.trained)
+        whole, rebuild = split_model(unstack(build({**kind.frozen, **params})))
+
+        def select(params: Any, frozen: Any) -> Any:
+            laid_out, _ = split_model(build({**frozen, **params}).unstack())
+            return {path: value for path, value in laid_out.items() if ADAPTER in path}
+
+        base = {path: value for path, value in whole.items() if ADAPTER not in path}
+        return base, rebuild, jax.jit(select)

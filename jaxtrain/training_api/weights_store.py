@@ -1,0 +1,124 @@
+"""Weights on disk, by tinker:// path.
+
+FOLDER/models/MODEL/weights/NAME            a training state, with its optimizer
+FOLDER/models/MODEL/sampler_weights/NAME    what a sampler needs
+FOLDER/models/MODEL/snapshot                the newest state that a restart begins from
+
+Each is a checkpoint with a manifest, written beside its place and renamed. A model's folder has its
+id with "_" for ":".
+"""
+
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxtrain.core.step import State, abstract_state
+from jaxtrain.errors import UserError
+from jaxtrain.runs.checkpoint import Checkpoints
+from jaxtrain.text_safety import show
+from jaxtrain.training_api.journal import sync_folder
+from jaxtrain.training_api.trainer import Base, LoRA, ModelKind
+
+NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
+PATH = re.compile(rf"tinker://([^/]+)/(weights|sampler_weights)/({NAME.pattern})")
+ABOUT = "about.json"
+
+
+class Saved(NamedTuple):
+    """Weights on disk."""
+
+    folder: Path
+    about: dict[str, Any]
+    """"request": the id of the request that wrote them; rank, attention, mlp: what is trained."""
+
+    @property
+    def lora(self) -> LoRA:
+        """What the model trains."""
+        return LoRA(*(self.about[name] for name in LoRA._fields))
+
+
+class WeightsStore:
+    """The folder of what clients have trained."""
+
+    def __init__(self, folder: Path, base: Base):
+        self.folder, self.base = folder, base
+
+    def place(self, model_id: str) -> Path:
+        """Return a model's folder."""
+        return self.folder / "models" / model_id.replace(":", "_")
+
+    def find(self, path: Any, kind: str, field: str) -> Saved:
+        """Return the weights of a tinker:// path; UserError. field: of the request."""
+        match = PATH.fullmatch(path) if isinstance(path, str) else None
+        if match is None or match[2] != kind:
+            raise UserError(f"{field} {show(path)} must be tinker://MODEL_ID/{kind}/NAME")
+        saved = self.read_about(self.place(match[1]) / kind / match[3])
+        if saved is None:
+            raise UserError(f"{field} {show(path)}: there are no such weights here")
+        return saved
+
+    def read_about(self, folder: Path) -> Saved | None:
+        """Return the weights in a folder; None: there are none."""
+        old = folder.with_name(f".{folder.name}.old")
+        if not folder.exists() and old.exists():  # killed between two renames
+            os.replace(old, folder)
+        try:
+            return Saved(folder, json.loads((folder / ABOUT).read_text()))
+        except (OSError, ValueError):
+            return None
+
+    def save(
+        self, folder: Path, lora: LoRA, arrays: Any, cursor: dict[str, Any], request: str
+    ) -> None:
+        """Write a pytree of arrays, in the place of older ones."""
+        unfinished = folder.with_name(f".{folder.name}.unfinished")
+        shutil.rmtree(unfinished, ignore_errors=True)
+        checkpoints = Checkpoints(unfinished, background=False, log=lambda text: None)
+        try:
+            checkpoints.save(0, arrays, cursor)
+        finally:
+            checkpoints.close()
+        about = {**lora._asdict(), "request": request}
+        (unfinished / ABOUT).write_text(json.dumps(about) + "\n")
+        sync_folder(unfinished)
+        old = folder.with_name(f".{folder.name}.old")
+        shutil.rmtree(old, ignore_errors=True)
+        if folder.exists():
+            os.replace(folder, old)
+        os.replace(unfinished, folder)
+        sync_folder(folder.parent)
+        shutil.rmtree(old, ignore_errors=True)
+
+    def read_state(self, folder: Path, kind: ModelKind) -> tuple[State, dict[str, Any]]:
+        """Return a training state and its cursor; UserError where there is none."""
+        roles = kind.roles
+        shapes = abstract_state(roles.trained_shapes, kind.optimizer, roles.copy_shapes)
+        arrays, cursor = read_arrays(folder, shapes.tree())
+        return State.of_tree(arrays), cursor
+
+    def read_params(self, folder: Path, kind: ModelKind) -> dict[str, Any]:
+        """Return a sampler's parameters."""
+        shapes = {**kind.roles.copy_shapes, **kind.roles.trained_shapes}
+        return read_arrays(folder, shapes)[0]
+
+
+def read_arrays(folder: Path, shapes: Any) -> tuple[Any, dict[str, Any]]:
+    """Return the arrays of a checkpoint and its cursor; UserError where there is none."""
+    checkpoints = Checkpoints(folder, background=False, log=lambda text: None)
+    try:
+        restored = checkpoints.restore(shapes)
+    finally:
+        checkpoints.close()
+    if restored is None:
+        raise UserError(f"{folder} holds no weights")
+    return restored.arrays, restored.cursor
+
+
+def read_name(name: Any, field: str) -> str:
+    """Return a name of weights; UserError."""
+    if not isinstance(name, str) or not NAME.fullmatch(name):
+        raise UserError(f"{field} {show(name, 60)} must be letters, digits and . _ -, at most 128")
+    return name
