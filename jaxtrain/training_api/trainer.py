@@ -186,7 +186,7 @@ class TrainedModel:
                 "optim_step: loss or gradients are not finite; the weights are unchanged and the"
                 " gradients dropped"
             )
-        return {"grad_norm": float(output.grad_norm), "step": float(self.state.step)}
+        return {"grad_norm": float(output.grad_norm)}
 
     def drop(self, reason: str) -> None:
         """Note that a part of the gradients is missing, so that the next step must not be made."""

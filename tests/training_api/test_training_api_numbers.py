@@ -58,7 +58,7 @@ def run_steps(base, lora, seed, batches):
     return np.array(losses)
 
 
-@pytest.mark.parametrize("rank", [4, 0])
+@pytest.mark.parametrize("rank", [4, pytest.param(0, marks=pytest.mark.slow)])
 def test_twenty_steps_equal_a_run_of_the_same_batches(base, rank):
     lora = LoRA(rank)
     batches = [draw_documents(4, seed) for seed in range(4)] * 5
@@ -70,3 +70,204 @@ def test_twenty_steps_equal_a_run_of_the_same_batches(base, rank):
         losses.append(train(model, data)[1]["loss:sum"])
     np.testing.assert_allclose(losses, run_steps(base, lora, 7, batches), rtol=1e-6)
     assert losses[-1] < losses[0] - 0.01
+
+
+def open_model(base, seed=7):
+    """A model whose adapter is not the identity any more."""
+    model = TrainedModel(base.kind(LoRA(4)), base.kind(LoRA(4)).start(seed))
+    train(model, as_data(draw_documents(2, seed=9)))
+    return model
+
+
+def forward(model, data, loss="cross_entropy", settings=None):
+    raw = write_request("m", 1, data, loss, settings, forward_only=True)
+    return read_output(model.forward_backward(read_request(raw)))
+
+
+def group_data(count=3, prompt=6, length=5, noise=0.3):
+    """Answers to one prompt, as a loop of RL sends them: nothing but 0 on the prompt's places."""
+    rng = np.random.default_rng(4)
+    start, data = rng.integers(4, 512, prompt), []
+    for index in range(count):
+        answer = rng.integers(4, 512, length + index)
+        tokens = np.concatenate([start, answer[:-1]])
+        before = np.zeros(prompt - 1)
+        data.append(
+            (
+                tokens,
+                {
+                    "target_tokens": np.concatenate([before.astype(int), answer]),
+                    "logprobs": np.concatenate([before, np.zeros(len(answer))]),
+                    "advantages": np.concatenate([before, np.full(len(answer), index - 0.8)]),
+                },
+            )
+        )
+    return data, noise
+
+
+def clip(values, low=0.8, high=1.2):
+    return values.clamp(low, high)
+
+
+LOSSES = {
+    "importance_sampling": (None, lambda r, lp, q, a, torch: -(r * a).sum()),
+    "ppo": (None, lambda r, lp, q, a, torch: -torch.minimum(r * a, clip(r) * a).sum()),
+    "cispo": (None, lambda r, lp, q, a, torch: -(clip(r).detach() * lp * a).sum()),
+    "dro": ({"beta": 0.1}, lambda r, lp, q, a, torch: -(lp * a - 0.05 * (lp - q) ** 2).sum()),
+    "gspo": (
+        {"clip_low_threshold": 0.9, "clip_high_threshold": 1.1},
+        lambda r, lp, q, a, torch: (
+            -torch.minimum((s := ((lp - q)[a != 0].mean()).exp()) * a, clip(s, 0.9, 1.1) * a).sum()
+        ),
+    ),
+    "jaxtrain:grpo": (
+        {"epsilon": 0.1, "epsilon_high": 0.3},
+        lambda r, lp, q, a, torch: -torch.minimum(r * a, clip(r, 0.9, 1.3) * a).sum(),
+    ),
+}
+
+
+QUICK = ("importance_sampling", "jaxtrain:grpo")
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES],
+)
+def test_losses_and_gradients_are_those_of_the_formula_in_torch(base, loss):
+    """The gradient by cross_entropy with the weights -dL/dlp that torch gives."""
+    torch = pytest.importorskip("torch")
+    settings, formula = LOSSES[loss]
+    (data, noise), rng = group_data(), np.random.default_rng(0)
+    model, other = open_model(base), open_model(base)
+    bare = [(ids, {"target_tokens": inputs["target_tokens"]}) for ids, inputs in data]
+    logprobs, _ = forward(model, bare)
+    total, weighted = 0.0, []
+    for (ids, inputs), lp in zip(data, logprobs, strict=True):
+        trained = inputs["advantages"] != 0
+        q = np.where(trained, lp + noise * rng.normal(size=lp.shape), 0.0).astype(np.float32)
+        inputs["logprobs"] = q
+        if loss == "gspo":
+            inputs["sequence_ratio_mask"] = trained.astype(np.float32)
+        lp = torch.tensor(lp, requires_grad=True)
+        q, a = torch.tensor(q), torch.tensor(inputs["advantages"], dtype=torch.float32)
+        value = formula((lp - q).exp(), lp, q, a, torch)
+        value.backward()
+        total += value.item()
+        weights = -lp.grad.numpy()
+        weighted.append((ids, {"target_tokens": inputs["target_tokens"], "weights": weights}))
+    _, metrics, step = train(model, data, loss, settings)
+    assert metrics["loss:sum"] == pytest.approx(total, rel=2e-5, abs=2e-5)
+    _, _, want = train(other, weighted)
+    assert step["grad_norm"] == pytest.approx(want["grad_norm"], rel=1e-4)
+    for path, value in model.state.params.items():
+        # Adam's step is a sign where gradients are as small as rounding.
+        moved = np.abs(np.asarray(value) - np.asarray(other.state.params[path]))
+        assert (moved < 1e-5).mean() > 0.98, path
+
+
+def test_data_that_begin_alike_share_tokens_and_change_no_number(base):
+    data, _ = group_data()
+    documents = draw_documents(2)
+    alike = [*documents, documents[0], (documents[0][0][:3], documents[0][1][:2])]
+    for loss, sent in (("importance_sampling", data), ("cross_entropy", as_data(alike))):
+        shared, apart = open_model(base), open_model(base)
+        first = train(shared, sent, loss)
+        second = train(apart, sent, loss, {"trees": "off"})
+        for one, two in zip(first[0], second[0], strict=True):
+            np.testing.assert_allclose(one, two, atol=2e-5)
+        assert first[1]["loss:sum"] == pytest.approx(second[1]["loss:sum"], rel=1e-5)
+        assert first[2]["grad_norm"] == pytest.approx(second[2]["grad_norm"], rel=1e-4)
+
+
+def test_several_targets_a_place_are_the_sum_of_one_each(base):
+    rng = np.random.default_rng(1)
+    ids, targets = rng.integers(4, 512, 7), rng.integers(4, 512, (7, 3))
+    weights = rng.random((7, 3)).astype(np.float32)
+    each = [(ids, {"target_tokens": targets[:, k], "weights": weights[:, k]}) for k in range(3)]
+    one, many = open_model(base), open_model(base)
+    (logprobs,), metrics, step = train(
+        many, [(ids, {"target_tokens": targets, "weights": weights})]
+    )
+    want, want_metrics, want_step = train(one, each)
+    np.testing.assert_allclose(logprobs, np.stack(want, axis=1), atol=2e-5)
+    assert metrics["loss:sum"] == pytest.approx(want_metrics["loss:sum"], rel=1e-5)
+    assert step["grad_norm"] == pytest.approx(want_step["grad_norm"], rel=1e-4)
+
+
+def test_updates_are_those_of_torch(base):
+    """Weight decay of everything, clipping, and numbers that change from step to step."""
+    torch = pytest.importorskip("torch")
+    data = as_data(draw_documents(2))
+    kind = base.kind(LoRA(4))
+    model = TrainedModel(kind, kind.start(1))
+    weights = {p: torch.tensor(np.array(x)) for p, x in model.state.params.items()}
+    adam = torch.optim.AdamW(list(weights.values()), betas=(0.9, 0.95), eps=1e-4)
+    for rate, norm in ((1e-2, 0.0), (3e-3, 0.5), (1e-2, 1e9)):
+        model.forward_backward(read_request(write_request("m", 1, data)))
+        for path, value in weights.items():
+            value.grad = torch.tensor(np.array(model.sums.grads[path]))
+        size = torch.nn.utils.clip_grad_norm_(list(weights.values()), norm or float("inf"))
+        adam.param_groups[0] |= {"lr": rate, "weight_decay": 0.1}
+        adam.step()
+        params = {"learning_rate": rate, "eps": 1e-4, "weight_decay": 0.1, "grad_clip_norm": norm}
+        metrics = model.optim_step(read_numbers({"adam_params": params}))
+        assert metrics["grad_norm"] == pytest.approx(size.item(), rel=1e-5)
+        for path, value in weights.items():
+            np.testing.assert_allclose(model.state.params[path], value, atol=2e-6, err_msg=path)
+
+
+def test_a_step_that_is_not_finite_changes_nothing(base):
+    model = open_model(base)
+    before = {path: np.array(value) for path, value in model.state.params.items()}
+    ids, inputs = as_data(draw_documents(1))[0]
+    with pytest.raises(UserError, match="not finite"):
+        train(model, [(ids, {**inputs, "weights": np.full(len(ids), np.inf)})])
+    for path, value in model.state.params.items():
+        assert np.array_equal(value, before[path])
+
+
+TARGETS = {"target_tokens": [5, 6, 7]}
+POLICY = {**TARGETS, "logprobs": [0.0] * 3, "advantages": [1.0] * 3}
+
+
+@pytest.mark.parametrize(
+    "tokens, inputs, loss, settings, text",
+    [
+        ([4, 5, 600], TARGETS, "cross_entropy", None, "model_input holds the id 600"),
+        ([4, 5], TARGETS, "cross_entropy", None, r"has shape \[3\]; it needs one target"),
+        ([], {"target_tokens": [0][:0]}, "cross_entropy", None, "model_input has 0 tokens"),
+        ([4] * 200, TARGETS, "cross_entropy", None, "1 to 199 can be trained"),
+        ([4, 5, 6], {}, "cross_entropy", None, "needs 'target_tokens'"),
+        ([4, 5, 6], {"target_tokens": [5, 6, -1]}, "cross_entropy", None, "holds the id -1"),
+        ([4, 5, 6], {"target_tokens": [5.0] * 3}, "cross_entropy", None, "whole numbers"),
+        ([4, 5, 6], {**TARGETS, "weights": [1.0]}, "cross_entropy", None, r"has shape \[1\]"),
+        ([4, 5, 6], {**TARGETS, "mask": [1.0] * 3}, "cross_entropy", None, "has 'mask'"),
+        ([4, 5, 6], TARGETS, "ppo", None, "needs 'logprobs'"),
+        ([4, 5, 6], POLICY, "ppo", {"clip": 1.0}, "loss_fn_config.'clip' is nothing that ppo"),
+        ([4, 5, 6], POLICY, "ppo", {"clip_low_threshold": "x"}, "must be a number"),
+        ([4, 5, 6], POLICY, "dro", None, "loss_fn_config.beta is needed"),
+        ([4, 5, 6], POLICY, "stable_reinforce", None, "formula is not published"),
+        ([4, 5, 6], POLICY, "jaxtrain:grpo", {"epsilon": -1.0}, "loss_fn_config.epsilon"),
+        ([4, 5, 6], POLICY, "jaxtrain:nothing", None, "'jaxtrain:nothing' is unknown"),
+    ],
+)
+def test_requests_that_cannot_be_run_name_the_field(base, tokens, inputs, loss, settings, text):
+    model = TrainedModel(base.kind(LoRA(4)), base.kind(LoRA(4)).start(1))
+    with pytest.raises(UserError, match=text):
+        forward(model, [(tokens, inputs)], loss, settings)
+
+
+@pytest.mark.parametrize(
+    "params, text",
+    [
+        (None, "adam_params must be an object"),
+        ({"lr": 1.0}, "adam_params.'lr' is unknown"),
+        ({"learning_rate": -1}, "adam_params.learning_rate must be a number from 0 on"),
+        ({"beta1": 1.0}, "adam_params.beta1 must be below 1"),
+        ({"eps": float("nan")}, "adam_params.eps"),
+    ],
+)
+def test_numbers_of_adam_are_checked(params, text):
+    with pytest.raises(UserError, match=text):
+        read_numbers({"adam_params": params})

@@ -1,0 +1,231 @@
+"""The training API over HTTP: order, repetition, refusals, samples, two clients, restarts."""
+
+import json
+
+import numpy as np
+import pytest
+from api_toy import Client, Server, as_data, draw_documents, open_base, read_output, write_request
+
+from jaxtrain.training_api import model_queue, wire
+
+DATA = as_data(draw_documents(3))
+OTHER = as_data(draw_documents(3, seed=1))
+
+
+@pytest.fixture(scope="module")
+def base():
+    return open_base()
+
+
+@pytest.fixture(scope="module")
+def server(base, tmp_path_factory):
+    server = Server(tmp_path_factory.mktemp("api") / "state", base)
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def alone(server):
+    """Losses of a client that is alone, on DATA and on OTHER."""
+    return {
+        name: [client.step(data) for _ in range(4)]
+        for name, data in (("data", DATA), ("other", OTHER))
+        for client in [Client(server, rank=4 if name == "data" else 2)]
+    }
+
+
+def test_two_clients_at_once_see_the_losses_that_each_sees_alone(server, alone):
+    first, second = Client(server), Client(server, rank=2)
+    promises = []
+    for _ in range(4):
+        for client, data in ((second, OTHER), (first, DATA)):
+            promises += [(client, client.forward_backward(data)), (client, client.optim_step())]
+    losses = {first: [], second: []}
+    for client, promise in promises:
+        result = server.result(promise)
+        if isinstance(result, bytes):
+            losses[client].append(read_output(result)[1]["loss:sum"])
+    assert losses[first] == alone["data"] and losses[second] == alone["other"]
+    assert len(set(losses[first])) == 4
+
+
+def test_repeated_and_reordered_requests_run_once_and_in_order(server, alone):
+    client = Client(server)
+    bodies = []
+    for number in range(4):
+        bodies.append(("forward_backward", write_request(client.model_id, 2 * number + 1, DATA)))
+        body = {"model_id": client.model_id, "seq_id": 2 * number + 2}
+        bodies.append(("optim_step", {**body, "adam_params": {"learning_rate": 3e-3, "eps": 1e-8}}))
+    order = [3, 0, 0, 1, 2, 3, 5, 7, 6, 4, 0, 7]
+    promises = {index: server.ask(*bodies[index]) for index in order}
+    for index in order:  # the same body again is the same promise
+        assert server.ask(*bodies[index]) == promises[index]
+    results = [server.result(promises[index]) for index in range(8)]
+    assert [read_output(raw)[1]["loss:sum"] for raw in results[::2]] == alone["data"]
+    status, answer = server.send("forward_backward", write_request(client.model_id, 1, OTHER))
+    assert status == 409 and answer["error"]["param"] == "seq_id"
+    assert server.ask("create_model", client.create)["request_id"] == f"{client.model_id}/0"
+
+
+def test_a_number_that_never_comes_fails_those_behind_it(server, alone, monkeypatch):
+    monkeypatch.setattr(model_queue, "GAP_SECONDS", 0.2)
+    client = Client(server)
+    client.seq_id = 1
+    failed = server.result(client.forward_backward(DATA))
+    assert failed == {"error": "seq_id 1 did not come within 0 s", "category": "user"}
+    late = server.ask("forward_backward", write_request(client.model_id, 1, DATA))
+    assert "too late" in server.result(late)["error"]
+    assert "did not come" in server.result(client.optim_step())["error"]
+    assert client.step(DATA) == alone["data"][0]
+
+
+def test_a_failed_part_of_the_gradients_fails_the_step_and_changes_nothing(server, alone):
+    client = Client(server)
+    promises = client.forward_backward(DATA), client.forward_backward(DATA, "nonsense")
+    raw, failed = map(server.result, promises)
+    assert read_output(raw)[1]["loss:sum"] == alone["data"][0]
+    assert failed["category"] == "user" and "loss_fn 'nonsense' is unknown" in failed["error"]
+    assert "seq_id 2 failed" in server.result(client.optim_step())["error"]
+    assert "no forward_backward" in server.result(client.optim_step())["error"]
+    assert [client.step(DATA) for _ in range(2)] == alone["data"][:2]
+
+
+@pytest.mark.parametrize(
+    "path, body, status, text",
+    [
+        ("create_session", b"{", 400, "no valid JSON"),
+        ("forward_backward", b"\xff\xff", 400, "protobuf"),
+        ("optim_step", {"model_id": "none", "seq_id": 1}, 404, "model_id 'none' is unknown"),
+        ("session_heartbeat", {"session_id": "none"}, 404, "session_id 'none' is unknown"),
+        ("retrieve_future", {"request_id": "none/1"}, 404, "request_id 'none/1' is unknown"),
+        ("retrieve_future", {"request_id": "sample/none/1"}, 410, "lost"),
+        ("asample", {"base_model": "gpt"}, 404, "base_model 'gpt' is not served"),
+        ("asample", {"base_model": "toy"}, 400, "prompt must be"),
+        ("weights_info", {"tinker_path": "here"}, 404, "tinker://MODEL_ID/weights/NAME"),
+    ],
+)
+def test_what_is_no_request_is_refused(server, path, body, status, text):
+    code, answer = server.send(path, body)
+    assert code == status and text in answer["error"]["message"]
+
+
+def test_a_key_is_needed(server):
+    assert server.send("create_session", {}, key="tml-other")[0] == 401
+    assert server.send("healthz", b"", key="", method="GET") == (200, {"status": "ok"})
+
+
+@pytest.mark.parametrize(
+    "config, text",
+    [
+        ({"rank": -1}, "lora_config.rank must be 0 to"),
+        ({"train_mlp": False, "train_attn": False}, "heads get none"),
+        ({"seed": "x"}, "lora_config.seed must be a whole number"),
+    ],
+)
+def test_models_that_cannot_be_made(server, config, text):
+    client = Client(server, **config)
+    assert text in client.made["error"] and client.made["category"] == "user"
+
+
+@pytest.mark.parametrize(
+    "params, text",
+    [
+        ({"stop": []}, "stop []"),
+        ({"temperature": -1}, "sampling_params.temperature must be 0 to 1000"),
+        ({"max_tokens": 0}, "sampling_params.max_tokens must be from 1 on"),
+        ({"top_p": "x"}, "sampling_params.top_p must be"),
+    ],
+)
+def test_samples_that_cannot_be_drawn(server, params, text):
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6]}]}
+    body = {"base_model": "toy", "prompt": prompt, "sampling_params": params}
+    status, answer = server.send("asample", body)
+    assert status == 400 and text in answer["error"]["message"]
+
+
+def draw(server, session, seq_id, tokens, **options):
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
+    body = {"sampling_session_id": session, "seq_id": seq_id, "prompt": prompt, **options}
+    message = wire.SampleResponse()
+    message.ParseFromString(server.result(server.ask("asample", body)))
+    answers = [
+        (np.frombuffer(s.tokens, np.int32), np.frombuffer(s.logprobs, np.float32))
+        for s in message.sequences
+    ]
+    return answers, np.frombuffer(message.prompt_logprobs, np.float32)
+
+
+@pytest.mark.slow  # compiles the sampler
+def test_samples_have_the_log_probs_that_forward_gives(server):
+    client = Client(server)
+    client.step(DATA)
+    saved = server.result(client.post("save_weights_for_sampler", sampling_session_seq_id=0))
+    session, params = saved["sampling_session_id"], {"max_tokens": 6, "seed": 5}
+    options = {"num_samples": 3, "sampling_params": params, "prompt_logprobs": True}
+    answers, prompt = draw(server, session, 0, [5, 6, 7], **options)
+    for tokens, logprobs in answers:
+        whole = np.array([5, 6, 7, *tokens])
+        data = [(whole[:-1], {"target_tokens": whole[1:]})]
+        promise = client.forward_backward(data, forward_only=True)
+        (scored,), _ = read_output(server.result(promise))
+        np.testing.assert_allclose(logprobs, scored[2:], atol=2e-5)
+        np.testing.assert_allclose(prompt[1:], scored[:2], atol=2e-5)
+    # The snapshot stays what it was; the base is another; a forward pass trains nothing.
+    client.step(DATA)
+    again, _ = draw(server, session, 1, [5, 6, 7], **options)
+    assert all(np.array_equal(a[0], b[0]) for a, b in zip(answers, again, strict=True))
+    base = {"session_id": client.session, "sampling_session_seq_id": 1, "base_model": "toy"}
+    bare = server.ask("create_sampling_session", base)["sampling_session_id"]
+    _, other = draw(server, bare, 0, [5, 6, 7], **options)
+    assert np.isnan(other[0]) and np.abs(other[1:] - prompt[1:]).max() > 1e-4
+
+
+def test_weights_are_saved_and_loaded(server, alone):
+    client = Client(server)
+    client.step(DATA)
+    path = server.result(client.post("save_weights", path="one"))["path"]
+    assert path == f"tinker://{client.model_id}/weights/one"
+    again = server.result(client.post("save_weights", path="one"))
+    assert "set overwrite" in again["error"]
+    about = server.ask("weights_info", {"tinker_path": path})
+    assert about["lora_rank"] == 4 and not about["train_unembed"]
+    for optimizer in (True, False):
+        body = {"session_id": client.session, "model_seq_id": 1 + optimizer, "path": path}
+        loaded = server.result(server.ask("load_weights", {**body, "optimizer": optimizer}))
+        client.model_id, client.seq_id = loaded["model_id"], 0
+        losses = [client.step(DATA) for _ in range(3)]
+        assert losses[0] == alone["data"][1]
+        assert (losses == alone["data"][1:]) == optimizer
+
+
+@pytest.mark.slow  # compiles the sampler
+@pytest.mark.parametrize("seconds", [0.0, 60.0])
+def test_a_restart_goes_on_where_it_was(base, alone, tmp_path, monkeypatch, seconds):
+    """Ids, gradients of a step that was not made and samplers survive, with a snapshot after every
+    step and without any."""
+    monkeypatch.setattr(model_queue, "SNAPSHOT_SECONDS", seconds)
+    first = Server(tmp_path, base)
+    client = Client(first)
+    assert client.step(DATA) == alone["data"][0]
+    promise = client.forward_backward(DATA)
+    raw = first.result(promise)
+    saved = first.result(client.post("save_weights_for_sampler", sampling_session_seq_id=0))
+    params = {"max_tokens": 4, "seed": 1}
+    drawn, _ = draw(first, saved["sampling_session_id"], 0, [5, 6], sampling_params=params)
+    first.stop()
+    log = tmp_path / "models" / client.model_id.replace(":", "_") / "requests.log"
+    with open(log, "ab") as file:
+        file.write(log.read_bytes()[:50])  # torn by a kill
+
+    second = Server(tmp_path, base)
+    client.server = second
+    try:
+        assert second.result(promise) == raw
+        assert "grad_norm" in second.result(client.optim_step())["metrics"]
+        assert [client.step(DATA) for _ in range(2)] == alone["data"][2:]
+        again, _ = draw(second, saved["sampling_session_id"], 1, [5, 6], sampling_params=params)
+        assert np.array_equal(again[0][0], drawn[0][0])
+        status, answer = second.send("create_model", {**client.create, "base_model": "x"})
+        assert status == 409, json.dumps(answer)
+    finally:
+        second.stop()
