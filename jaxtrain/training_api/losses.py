@@ -29,7 +29,6 @@ from jaxtrain.core.losses.logp import token_logp
 from jaxtrain.errors import UserError
 from jaxtrain.methods.rl.config import OBJECTIVES, RLTask
 from jaxtrain.methods.rl.loss import policy_terms
-from jaxtrain.methods.rl.method import read_objective
 from jaxtrain.text_safety import show
 
 TOTAL = "loss"
@@ -147,6 +146,8 @@ def make_loss(name: str, kind: LossKind, config: Config) -> Callable:
 
 def read_policy(name: str, kind: LossKind, config: Config) -> Any:
     """Return the PolicyObjective of `jaxtrain:NAME` or gspo; UserError."""
+    from jaxtrain.methods.rl.method import read_objective
+
     knobs = dict(kind.config)
     if name == "gspo":
         low, high = (float(knobs.pop(key)) for key in CLIP)
