@@ -77,7 +77,9 @@ def jax_ms(function: Callable, *arguments, budget_s: float = 0.25, repeats: int 
             output = compiled(*arguments)
         jax.block_until_ready(output)
 
-    temp = compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    assert memory is not None, "every backend here measures it"
+    temp = memory.temp_size_in_bytes
     ms = _median_ms(launch, budget_s) / repeats
     return {"ms": ms, "compile_s": compile_s, "temp_mib": temp / 2**20}
 
@@ -393,7 +395,8 @@ class Table:
 
 def _width(style: str) -> str:
     """Return the alignment and the width of a format."""
-    return re.match(r"[<>]\d+", style).group()
+    (width,) = re.findall(r"^[<>]\d+", style)
+    return width
 
 
 def make_figure(size: tuple[float, float], title: str | None = None):
