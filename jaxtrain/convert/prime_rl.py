@@ -1,6 +1,7 @@
 """prime-rl's TOML, `rl.toml` and `sft.toml`, with the names of several versions."""
 
 from collections.abc import Mapping
+from itertools import zip_longest
 from typing import Any
 
 from jaxtrain.convert import shared
@@ -28,6 +29,11 @@ METHODS = {
 }
 """Algorithms without a counterpart, and what is nearest here."""
 OWN_METHOD = "task.objective and task.baseline are nearest; a method of your own: docs/extending.md"
+COLUMNS = ("messages", "prompt", "completion", "tools")
+STANDSTILL = 1e-30
+"""A learning rate beside which every weight is rounded to what it was."""
+ROWS = "PrimeIntellect/Reverse-Text-SFT"
+"""The dataset that prime-rl takes where section data names none."""
 DEFAULTS = {
     "optim.learning_rate": 1e-6,
     "optim.weight_decay": 0.01,
@@ -72,8 +78,12 @@ def convert(table: Mapping[str, Any]) -> Conversion:
     if conversion.get("adapter"):
         conversion.table["adapter"].setdefault("kind", "lora")
     if not conversion.get("optim.learning_rate"):
-        conversion.missed.append(("optim.lr", 0.0, "optim.learning_rate is above 0"))
-        conversion.remove("optim.learning_rate")
+        conversion.set("optim.learning_rate", STANDSTILL)
+        conversion.log(
+            "0 there; steps of this size change no weight that is not 0", "optim.learning_rate"
+        )
+    if not conversion.get("model.path"):
+        conversion.log("unset; name its file first: jaxtrain convert MODEL.toml THIS.toml", "model")
     conversion.attempt(_finish_rounds if drawn else _set_data, set_evaluation, finish)
     return conversion
 
@@ -253,31 +263,32 @@ def _set_data(conversion: Conversion) -> None:
     data = conversion.source.get("data")
     if not isinstance(data, Mapping):
         return
-    datasets: list[dict[str, Any]] = []
-    sources = list(listed(data.get("source")))
-    if not sources or all(isinstance(s, Mapping) and s.get("dataset") for s in sources):
-        sources = [{"dataset": data.get("name")}, *sources]
+    columns = {key: value for key, value in _section(data, "columns").items() if key in COLUMNS}
+    name, fake = data.get("name"), data.get("type") == "fake"
+    sources = [
+        {**source} if isinstance(source, Mapping) else {} for source in listed(data.get("source"))
+    ]
+    pairs = zip_longest(data.get("subsets") or [None], data.get("splits") or [None])
+    if not sources or (name and all("dataset" in source for source in sources)):
+        sources += [{"dataset": name, "subset": subset, "split": split} for subset, split in pairs]
     if data.get("type") not in (None, "sft", "fake"):
         conversion.missed.append(("data.type", data["type"], "data.datasets says what is read"))
+    datasets: list[dict[str, Any]] = []
     for source in sources:
-        path = None
-        if isinstance(source, Mapping):
-            path = source.get("dataset") or data.get("name")
-        if path != source and "fake" in (data.get("type"), dict(source).get("type")):
+        if fake or source.get("type") == "fake":
             conversion.log("made up there; here questions that the project makes up", "data.type")
             datasets.append({"path": "builtin:calculator", "options": {"num_rows": 10_000}})
-        elif path:
-            kept = {"path": path, "name": source.get("subset"), "split": source.get("split")}
-            datasets.append({key: value for key, value in kept.items() if value is not None})
-        elif source != {"dataset": None}:
-            conversion.missed.append(
-                ("data.source", source, "a dataset is a file, folder or Hub id")
-            )
-    for key, name in (("subsets", "name"), ("splits", "split")):
-        for dataset, value in zip(
-            datasets * len(data.get(key) or []), data.get(key) or [], strict=False
-        ):
-            dataset[name] = value
+            continue
+        path = source.get("dataset") or name
+        if path is None:
+            conversion.log(f"{ROWS}, which is read there where none is named", "data.name")
+        kept = {"path": path or ROWS, "name": source.get("subset"), "split": source.get("split")}
+        kept["fields"] = {
+            ours: theirs for ours, theirs in columns.items() if ours != theirs
+        } or None
+        datasets.append({key: value for key, value in kept.items() if value is not None})
+    for dataset, weight in zip(datasets, listed(data.get("probabilities")), strict=False):
+        dataset["weight"] = weight
     mask = data.get("loss_mask") or {}
     if mask and all(mask.get(role) for role in ("system", "user")):
         for dataset in datasets:

@@ -178,6 +178,16 @@ def test_steps_of_the_sign_are_lion_without_momentum():
         assert jnp.array_equal(steps, -0.5 * jnp.sign(gradient))
 
 
+def test_a_rate_of_zero_changes_no_weight():
+    import numpy as np
+
+    conversion = convert("prime-rl", **rounds(), trainer={"optim": {"lr": 0.0}})
+    rate = conversion.get("optim.learning_rate")
+    weights = np.array([1e-8, 0.02, -3.0], np.float32)
+    assert rate > 0 and np.array_equal(weights - np.float32(rate), weights)
+    assert ("optim.learning_rate" in dict(conversion.notes)) and not conversion.missed
+
+
 def test_switches_of_templates_are_kept_where_they_are_false():
     renderer = {"name": "nemotron-3", "truncate_history_thinking": False}
     expected = {"truncate_history_thinking": False}
@@ -191,6 +201,13 @@ def test_sources_of_one_dataset_and_data_that_is_made_up():
     data = {"name": "d", "source": [{"split": "math"}], "seq_len": 64}
     conversion = convert("prime-rl", model={"name": "m"}, max_steps=3, data=data)
     assert conversion.get("data.datasets") == [{"path": "d", "split": "math"}]
+    data = {"subsets": ["a", "b"], "probabilities": [0.9, 0.1], "columns": {"messages": "chat"}}
+    conversion = convert("prime-rl", model={"name": "m"}, max_steps=3, data={"name": "d", **data})
+    fields = {"messages": "chat"}
+    assert conversion.get("data.datasets") == [
+        {"path": "d", "name": "a", "fields": fields, "weight": 0.9},
+        {"path": "d", "name": "b", "fields": fields, "weight": 0.1},
+    ]
     for data in ({"type": "fake"}, {"source": [{"type": "fake"}]}):
         conversion = convert("prime-rl", model={"name": "m"}, max_steps=3, data=data)
         assert conversion.get("data.datasets.0") is None
