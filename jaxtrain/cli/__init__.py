@@ -100,6 +100,11 @@ VERBS = {
         "a config of Axolotl, LLaMA-Factory, TRL or prime-rl as ours",
         "cli.convert:run_convert",
     ),
+    "models": Verb(
+        "[FOLDER or config.json]",
+        "supported families, or a model's layers and the memory to train it",
+        "cli.models:run_models",
+    ),
     "plugins": Verb(
         "[--load]", "what installed packages bring, and what clashes", "cli.plugins:run_plugins"
     ),

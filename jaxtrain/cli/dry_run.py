@@ -11,7 +11,7 @@ import numpy as np
 from jaxtrain.adapters.spec import find_linears
 from jaxtrain.adapters.storage import count_weights, find_stored
 from jaxtrain.batch import Batch
-from jaxtrain.cli.estimate import on_one_device, show_estimate
+from jaxtrain.cli.estimate import bytes_per_device, on_one_device, show_estimate
 from jaxtrain.config import Config
 from jaxtrain.core.auxiliary import AuxiliaryModel
 from jaxtrain.core.bundle import ModelBundle, count_microsteps
@@ -179,12 +179,4 @@ def abstract_batch(task: Task, shape: tuple[int, int, int]) -> Batch:
         since=ints if fields.since else None,
         owner=ints,
         streams={name: of(dtype) for name, dtype in {**fields.streams, **task.prepared}.items()},
-    )
-
-
-def bytes_per_device(tree) -> int:
-    """Bytes that one device holds of a tree of placed shapes."""
-    return sum(
-        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf in jax.tree.leaves(tree)
     )

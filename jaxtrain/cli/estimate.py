@@ -1,5 +1,9 @@
 """Estimates of a step's time and memory for `--dry-run`, on these devices or on others."""
 
+import math
+from collections.abc import Collection
+from typing import Any
+
 import jax
 
 from jaxtrain.config import Config
@@ -60,16 +64,7 @@ def show_estimate(
     if reason is not None:
         console.print(f"no estimate of a step's time: {reason}", markup=False)
         return
-    shapes, rebuild = abstract_params(bundle)
-    work = read_work(
-        build.abstract(bundle.architecture),
-        rebuild(shapes),
-        shapes,
-        trained.keys(),
-        remat=bundle.options["remat"],
-        dtype=bundle.options["dtype"],
-        slots=slots,
-    )
+    work = read_bundle_work(bundle, trained, slots)
     target = SearchTarget(
         tokens,
         config.data.micro_batch_size,
@@ -80,6 +75,29 @@ def show_estimate(
     mesh = Sizes(resolve_sizes(config.parallel.axes(), count))
     show_one(work, target, mesh, device, console)
     show_meshes(find_meshes(work, target, device, count), console)
+
+
+def read_bundle_work(bundle: ModelBundle, trained: Collection[str], slots: float) -> StepWork:
+    """Return the work of a step on a bundle's model. trained: paths of what is trained; slots: as
+    for `show_estimate`."""
+    shapes, rebuild = abstract_params(bundle)
+    return read_work(
+        build.abstract(bundle.architecture),
+        rebuild(shapes),
+        shapes,
+        trained,
+        remat=bundle.options["remat"],
+        dtype=bundle.options["dtype"],
+        slots=slots,
+    )
+
+
+def bytes_per_device(tree: Any) -> int:
+    """Bytes that one device holds of a tree of placed shapes."""
+    return sum(
+        math.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
 
 
 def show_one(

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxtrain.batch import Batch
-from jaxtrain.cli.dry_run import bytes_per_device
+from jaxtrain.cli.estimate import bytes_per_device
 from jaxtrain.config import OptimConfig
 from jaxtrain.core.moments import QuantizedBlocks, dequantize, levels, quantize, store_moments
 from jaxtrain.core.optimizer import build_optimizer
