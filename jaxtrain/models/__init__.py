@@ -78,6 +78,7 @@ ARCHITECTURES = {
     "Qwen3MoeForCausalLM": "jaxtrain.models.qwen3_moe",
     "Qwen3NextForCausalLM": "jaxtrain.models.qwen3_next",
     "Qwen3VLForConditionalGeneration": "jaxtrain.models.qwen3_vl",
+    "Qwen3VLMoeForConditionalGeneration": "jaxtrain.models.qwen3_vl_moe",
     "Qwen3_5ForCausalLM": "jaxtrain.models.qwen3_5",
     "Qwen3_5ForConditionalGeneration": "jaxtrain.models.qwen3_5",
     "Qwen3_5MoeForCausalLM": "jaxtrain.models.qwen3_5_moe",

@@ -54,6 +54,11 @@ class ExpertsConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         """Read a config.json that uses any of ALIASES."""
+        return super().from_hf(cls.join_aliases(raw))
+
+    @classmethod
+    def join_aliases(cls, raw: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the attributes with one name in place of any of ALIASES."""
         raw = dict(raw)
         for field, names in ALIASES.items():
             stated = {name: raw.pop(name) for name in names if raw.get(name) is not None}
@@ -63,7 +68,7 @@ class ExpertsConfig(DecoderConfig):
                 raise UserError(f"config.json: {pairs} are two names of one number; remove one")
             if stated:
                 raw[cls.renamed.get(field, field)] = values[0]
-        return super().from_hf(raw)
+        return raw
 
     def to_hf(self) -> dict[str, Any]:
         raw = super().to_hf()
@@ -103,6 +108,9 @@ class SparseStepConfig(ExpertsConfig):
         """ "block" of a layer with experts, or "dense"."""
         sparse = (layer + 1) % self.decoder_sparse_step == 0
         return "block" if sparse and layer not in self.mlp_only_layers else "dense"
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        return tuple(LayerSpec(self.kind(layer)) for layer in range(self.num_hidden_layers))
 
     @property
     def routing(self) -> RoutingOptions:

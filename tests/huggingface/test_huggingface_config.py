@@ -68,6 +68,14 @@ LEFT_OUT = {
         "text_config": {"model_type": "qwen3_vl_text", "tie_word_embeddings": False},
         "vision_config": {"model_type": "qwen3_vl_vision", "out_hidden_size": 4096},
     },
+    "Qwen3VLMoeForConditionalGeneration": {
+        "text_config": {
+            "model_type": "qwen3_vl_moe_text",
+            "tie_word_embeddings": False,
+            "norm_topk_prob": True,
+        },
+        "vision_config": {"model_type": "qwen3_vl_moe_vision", "out_hidden_size": 2048},
+    },
 }
 """What the defaults of transformers' classes lack for a model."""
 

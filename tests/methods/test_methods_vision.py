@@ -59,7 +59,7 @@ QWEN_SETTINGS = {
     "image_std": [0.5, 0.3, 0.2],
 }
 QWEN = (QWEN_TEMPLATE, ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"], QWEN_SETTINGS)
-FOLDERS = {"qwen3_5": QWEN, "qwen3_vl": QWEN, "qwen3_5_moe": QWEN}
+FOLDERS = {"qwen3_5": QWEN, "qwen3_vl": QWEN, "qwen3_vl_moe": QWEN, "qwen3_5_moe": QWEN}
 """Template, tokens of which the first is that of an image, and settings of the image processor."""
 PARTS = ("language_model", "patch_embed", "merger")
 

@@ -81,6 +81,22 @@ VISION = {
         "tie_word_embeddings": True,
     },
 }
+VISION["qwen3_vl_moe"] = {
+    **VISION["qwen3_vl"],
+    "model_type": "qwen3_vl_moe",
+    "text_config": {
+        **VISION["qwen3_vl"]["text_config"],
+        "model_type": "qwen3_vl_moe_text",
+        "num_experts": 6,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": 24,
+        "mlp_only_layers": [1],
+    },
+    "vision_config": {
+        **VISION["qwen3_vl"]["vision_config"],
+        "model_type": "qwen3_vl_moe_vision",
+    },
+}
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 for name in ("qwen3_5", "qwen3_5_moe"):
     turns = {**TURNS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
@@ -97,7 +113,8 @@ SHAPES = {
     "smolvlm": SQUARES,
     "idefics3": (*SQUARES[:4], (3, 3)),
     **dict.fromkeys(
-        ("qwen3_vl", "qwen3_5", "qwen3_5_moe"), ((4, 8), (6, 4), (6, 4), (2, 16), (4, 2))
+        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        ((4, 8), (6, 4), (6, 4), (2, 16), (4, 2)),
     ),
 }
 """Rows and columns of patches of the images of `make_batch`."""
