@@ -1,4 +1,4 @@
-"""Qwen3-VL-MoE (Qwen Team 2025, arXiv:2511.21631): Qwen3-VL with experts in the place of the MLP."""
+"""Qwen3-VL-MoE (Qwen Team 2025, arXiv:2511.21631): Qwen3-VL with experts in place of the MLP."""
 
 import dataclasses
 from collections.abc import Mapping
