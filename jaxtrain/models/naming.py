@@ -228,24 +228,21 @@ def fused_expert_names(
     module: str = "mlp.",
     router: str = "gate",
     tensors: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj"),
-    transposed: bool = False,
 ) -> list[ParameterEntry]:
     """A router and the experts, all experts of `hidden` dims in one tensor [E, out, in]: that of
     gate and up, and that of down, behind `model.layers.<n>.<module>`; path: what the block calls
-    the MoE; transposed: the tensors are [E, in, out]."""
+    the MoE."""
     name = f"{module}{router}.weight"
     entries = [layer_entry(kind, layers, f"{path}.router.kernel", name, transpose=True)]
 
     def stack(part: str, make: Callable[[str], TensorOp]) -> None:
         names = [f"model.layers.{layer}.{module}" for layer in layers]
-        ops = map(make, names) if transposed else (Transpose(make(name)) for name in names)
-        kernel = f"stack.{kind}.{path}.experts.{part}.kernel"
-        entries.append(ParameterEntry(kernel, StackedOps(tuple(ops))))
+        op = StackedOps(tuple(Transpose(make(name)) for name in names))
+        entries.append(ParameterEntry(f"stack.{kind}.{path}.experts.{part}.kernel", op))
 
-    axis = 2 if transposed else 1
     for position, part in enumerate(("gate", "up")):
         start = position * hidden
-        stack(part, lambda name, s=start: SplitRows(f"{name}{tensors[0]}", axis, s, 2 * hidden))
+        stack(part, lambda name, s=start: SplitRows(f"{name}{tensors[0]}", 1, s, 2 * hidden))
     stack("down", lambda name: TensorRef(f"{name}{tensors[1]}"))
     return entries
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.huggingface.ops import ParameterEntry, SplitRows, StackedOps, Transpose
 from jaxtrain.models import qwen3_moe, qwen3_vl
 from jaxtrain.models.experts import SparseStepConfig
 from jaxtrain.models.naming import attention_names, fused_expert_names, mlp_names, outer_names
@@ -68,7 +68,16 @@ def names(config: Config) -> list[ParameterEntry]:
         if kind == "dense":
             entries += mlp_names(kind, layers)
         else:
-            entries += fused_expert_names(
-                kind, layers, hidden, transposed=config.transposed_experts
-            )
+            experts = fused_expert_names(kind, layers, hidden)
+            entries += map(transpose, experts) if config.transposed_experts else experts
     return qwen_names(config, entries)
+
+
+def transpose(entry: ParameterEntry) -> ParameterEntry:
+    """Return the entry for experts whose tensor is [E, in, out] in place of [E, out, in]."""
+    if ".experts." not in entry.param:
+        return entry
+    assert isinstance(entry.op, StackedOps)
+    ops: list[Any] = [layer.op for layer in entry.op.ops if isinstance(layer, Transpose)]
+    split = [dataclasses.replace(op, axis=2) if isinstance(op, SplitRows) else op for op in ops]
+    return ParameterEntry(entry.param, StackedOps(tuple(split)))
