@@ -51,7 +51,7 @@ def test_the_builtin_data_become_batches(tokenizer):
 
 
 @pytest.mark.parametrize("mode", ["tree", "per_branch", "grouped", "current_rl", "flat"])
-@pytest.mark.parametrize("packing", [True, False])
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_steps_of_units_resume_and_count(tokenizer, mode, packing):
     task = TreeTask(mode=mode, units_per_step=3)
     data = make_data(TREES, packing=packing, length_buckets=[16, 32, 48])

@@ -82,7 +82,10 @@ def test_memory_is_limited_for_each_process_and_for_all_together(box, limits):
     assert time.monotonic() - began < 10  # not by its time
 
 
-@pytest.mark.parametrize("program", ["while True: pass", "import time\ntime.sleep(60)"])
+@pytest.mark.parametrize(
+    "program",
+    ["while True: pass", pytest.param("import time\ntime.sleep(60)", marks=pytest.mark.slow)],
+)
 def test_time_is_limited(box, limits, program):
     if not limits.namespaces:
         pytest.skip("the deadline is the caller's in either case")

@@ -171,7 +171,11 @@ STEPS = ("/get_world_size", "links", "/pause", "/update_weights", "/finish_weigh
 
 @pytest.mark.parametrize(
     "step, trouble",
-    [(step, "stall") for step in STEPS] + [("/pause", "drip"), ("/finish_weight_update", "drip")],
+    [
+        *((step, "stall") for step in STEPS),
+        pytest.param("/pause", "drip", marks=pytest.mark.slow),
+        pytest.param("/finish_weight_update", "drip", marks=pytest.mark.slow),
+    ],
 )
 def test_a_sync_waits_for_the_slowest_no_longer_than_it_may(step, trouble):
     """Any step may hang: sync_seconds bounds all of them together; then the others go on."""

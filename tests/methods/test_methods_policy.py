@@ -184,7 +184,13 @@ def test_the_loss_is_the_specifications(name):
         np.testing.assert_allclose(sums["kl"], kl, rtol=1e-12)
 
 
-@pytest.mark.parametrize("name", ["grpo", "dapo", "gspo", "rloo", "bare", "off policy", "gmpo"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("grpo", "gspo", "off policy"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("dapo", "rloo", "bare", "gmpo")),
+    ],
+)
 def test_gradients_are_those_of_finite_differences(name):
     """Away from clip edges, which random numbers never hit; of all that stops no gradient."""
     batch, logp, entropy = make_batch(3)
