@@ -186,6 +186,9 @@ def _finish_rounds(conversion: Conversion) -> None:
     if datasets:
         text = "rows are numbers of tasks; set options.num_rows to how many the taskset has"
         conversion.log(text, "data.datasets")
+    else:
+        text = "unset; name its file as well: jaxtrain convert THIS.toml ENVIRONMENT.toml"
+        conversion.log(text, "orchestrator.train.source")
 
 
 def _set_algorithm(conversion: Conversion, algorithm: Mapping[str, Any]) -> bool:

@@ -1,5 +1,7 @@
 """`jaxtrain convert` of prime-rl: files that compose, sources, methods, evaluations."""
 
+import tomllib
+
 import pytest
 from test_cli_convert_systems import convert, run
 
@@ -89,6 +91,10 @@ def test_a_model_and_an_environment_of_their_own_files(tmp_path):
     code, ours, _ = run(tmp_path, {"model.toml": model, "env.toml": environment})
     assert code == 0 and ours["rollout"] == {"group_size": 8, "prompts_per_step": 4}
     assert ours["env"]["verifiers"] == {"taskset": "s"}
+    # Either by itself names what is missing.
+    for name, file in (("orchestrator.train.source", "model.toml"), ("model", "env.toml")):
+        conversion = SYSTEMS["prime-rl"].convert(tomllib.loads((tmp_path / file).read_text()))
+        assert "jaxtrain convert" in dict(conversion.notes)[name]
 
 
 def test_files_of_single_processes(tmp_path):
