@@ -4,8 +4,9 @@ POST ─> log (on disk) ─> id          waiting ─> next number ─> device's 
                                         └─ a number that does not come within GAP_SECONDS: those
                                            behind it fail, and later ones go on
 
-A restart begins from the newest snapshot and runs what the log holds behind it again, by the same
-programs in the same order, so that the weights come out bit by bit.
+A model that is needed after a restart begins from its newest snapshot, and what the log holds
+behind it is run again, by the same programs in the same order, so that the weights come out bit by
+bit.
 """
 
 import asyncio
@@ -30,6 +31,8 @@ MAX_WAITING = 1024
 SNAPSHOT_SECONDS, SNAPSHOT_BYTES = 60.0, 1 << 28
 """A step that ends so long after the last snapshot, or behind so much of a log, is followed by
 one."""
+RETRY_SECONDS = 5.0
+"""Between two tries to write a result to a disk that is full."""
 KEPT_SECONDS = 3600.0
 """How long a result stays after it was read."""
 
@@ -42,14 +45,19 @@ class ModelQueue:
         self.entries, self._order = read_entries(journal.read())
         self.waiting = {seq: entry for seq, entry in self.entries.items() if entry.result is None}
         """Requests that have not ended, by number."""
-        self.next_seq = 0
+        self.next_seq = max(self._order, default=-1) + 1
+        self.broken = ""
+        """Why the model cannot be opened; empty: it can."""
+        self._loaded, self._loading = False, asyncio.Lock()
+        for seq_id in self._order:
+            self.entries[seq_id].done.set()
         self._read: deque[tuple[float, Entry]] = deque()
         self._snapshot_at = time.monotonic()
         self._arrived = asyncio.Event()
         self._worker: asyncio.Task | None = None
 
     def start(self) -> None:
-        """Begin to run requests, after those that the log says were run."""
+        """Begin to run requests."""
         self._worker = asyncio.ensure_future(self._work())
 
     async def close(self) -> None:
@@ -72,6 +80,8 @@ class ModelQueue:
             await entry.logged.wait()
             if seq_id in self.entries:
                 return entry
+        if self.broken:
+            raise RequestRefused(500, f"the model cannot be opened: {self.broken}")
         if len(self.waiting) >= MAX_WAITING:
             raise RequestRefused(429, f"{MAX_WAITING:,} requests of this model are waiting")
         entry = Entry(f"{self.operations.model_id}/{seq_id}", seq_id, operation, digest, payload)
@@ -92,16 +102,51 @@ class ModelQueue:
 
     async def _work(self) -> None:
         """Run requests until cancelled."""
-        await self._in_thread(self._replay)
-        for seq_id in self._order:
-            self.waiting.pop(seq_id, None)
-            self.entries[seq_id].done.set()
-        while True:
+        while not self.broken:
             entry = await self._next()
-            result = await self._in_thread(self._run, entry)
-            await self._end(entry, result)
+            try:
+                await self.load()
+                if entry.result is None:
+                    await self._end(entry, await self._in_thread(self._run, entry))
+            # What _open has printed; a later server may succeed, so the log is left as it is.
+            except Exception as error:
+                self.broken = f"{type(error).__name__}: {error}"
+                lost = Result.error(f"the model cannot be opened: {self.broken}", SERVER)
+                for waiting in self.waiting.values():
+                    waiting.end(lost)
             self.next_seq = entry.seq_id + 1
             self._forget_read()
+
+    async def load(self) -> None:
+        """Bring the model into memory, as it was when the log ended; RequestRefused."""
+        async with self._loading:
+            if not self._loaded:
+                await self._in_thread(self._open)
+                self._loaded = True
+                for entry in [e for e in self.waiting.values() if e.result is not None]:
+                    self.waiting.pop(entry.seq_id)
+                    entry.done.set()
+
+    async def unload(self) -> None:
+        """Take a model that has nothing to do out of memory; the next request brings it back."""
+        async with self._loading:
+            if self._loaded and not self.waiting and not self.operations.pending:
+                await self._in_thread(self._leave)
+                self._loaded = False
+
+    def _open(self) -> None:
+        """Replay; what fails leaves the model closed, and the log as it is."""
+        try:
+            self._replay()
+        # A damaged file, a full device: the other models must go on.
+        except Exception:
+            print(escape_control_chars(traceback.format_exc()), file=sys.stderr)
+            raise
+
+    def _leave(self) -> None:
+        if self.operations.model is not None:
+            self._try_snapshot({"seq_id": self.next_seq - 1})
+        self.operations.forget()
 
     async def _next(self) -> Entry:
         while True:
@@ -129,7 +174,13 @@ class ModelQueue:
     async def _end(self, entry: Entry, result: Result, ran: bool = True) -> None:
         """Log a result, then hand it out."""
         entry.ran, entry.result = ran, result
-        await asyncio.to_thread(self.journal.append, entry.result_record())
+        while True:
+            try:
+                await asyncio.to_thread(self.journal.append, entry.result_record())
+                break
+            except OSError as error:
+                print(f"{self.journal.path} cannot be written: {error}", file=sys.stderr)
+                await asyncio.sleep(RETRY_SECONDS)
         self._order.append(entry.seq_id)
         self.waiting.pop(entry.seq_id, None)
         entry.end(result)
@@ -156,10 +207,11 @@ class ModelQueue:
             failed = Result.error(f"the server failed: {type(error).__name__}", SERVER)
             # The step may have donated the state that it did not replace.
             self.operations.forget()
-            self._replay()
+            self._open()
             return self._fail(entry, failed)
         if self._wants_snapshot(entry.operation):
-            self._snapshot(entry, result)
+            cursor = {"seq_id": entry.seq_id, "kind": result.kind, "body": result.body.decode()}
+            self._try_snapshot(cursor)
         return result
 
     def _fail(self, entry: Entry, result: Result) -> Result:
@@ -173,16 +225,18 @@ class ModelQueue:
         late = time.monotonic() - self._snapshot_at > SNAPSHOT_SECONDS
         return operation == "optim_step" and (late or self.journal.size > SNAPSHOT_BYTES)
 
-    def _snapshot(self, entry: Entry, result: Result) -> None:
-        """Write the state after an entry, and drop the bodies of what was run before."""
-        cursor = {"seq_id": entry.seq_id, "kind": result.kind, "body": result.body.decode()}
-        self.operations.save_snapshot(cursor)
+    def _try_snapshot(self, cursor: dict[str, Any]) -> None:
+        """Write the state after an entry, and drop the bodies of what was run up to it. cursor:
+        with its result, where that is not in the log yet."""
         self._snapshot_at = time.monotonic()
-        for earlier in list(self.entries.values()):
-            if earlier.result is not None:
-                earlier.payload = b""
-        entry.payload = b""
-        self.journal.rewrite(self._records())
+        try:
+            self.operations.save_snapshot(cursor)
+            for entry in list(self.entries.values()):
+                if entry.seq_id <= cursor["seq_id"]:
+                    entry.payload = b""
+            self.journal.rewrite(self._records())
+        except (UserError, OSError) as error:  # the log goes on from the older one
+            print(f"{self.operations.folder}: no snapshot: {error}", file=sys.stderr)
 
     def _records(self) -> list[Record]:
         requests = [entry.request_record() for entry in list(self.entries.values())]
@@ -214,8 +268,6 @@ class ModelQueue:
                 self._fail(entry, entry.result)
             if entry.result.kind == ERROR and entry.operation == "forward_backward":
                 self._fail(entry, entry.result)
-        if self._order:
-            self.next_seq = max(self.next_seq, first, *(seq_id + 1 for seq_id in self._order))
 
     def _forget_read(self) -> None:
         """Drop the bodies of results that were read long ago; their requests stay known."""

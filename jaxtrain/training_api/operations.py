@@ -57,6 +57,11 @@ class Operations:
         """Forget the model's state, which an error may have left half changed."""
         self.model = None
 
+    @property
+    def pending(self) -> bool:
+        """True if there are gradients for a step that was not made."""
+        return self.model is not None and (self.model.sums is not None or bool(self.model.failed))
+
     def save_snapshot(self, cursor: dict[str, Any]) -> None:
         """Write the state to begin from after a restart."""
         model = self._open()

@@ -14,6 +14,7 @@ import time
 import traceback
 import uuid
 from collections import OrderedDict
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -116,7 +117,7 @@ class TrainingApi:
             "client/dynamic_config": self._config,
             "create_session": self._create_session,
             "session_heartbeat": self._heartbeat,
-            "sessions/{session_id}/finish": self._accept,
+            "sessions/{session_id}/finish": self._finish,
             "telemetry": self._accept,
             "create_model": self._create_model,
             "load_weights": self._load_weights,
@@ -171,7 +172,16 @@ class TrainingApi:
         self._session(await read_json(request))
         return web.json_response({"type": "session_heartbeat"})
 
-    def _session(self, body: dict[str, Any]) -> str:
+    async def _finish(self, request: web.Request) -> web.Response:
+        """Take the models of a session out of memory."""
+        await request.read()
+        session = self._session(request.match_info)
+        for model_id, queue in list(self.models.items()):
+            if model_id.startswith(f"{session}:"):
+                await queue.unload()
+        return web.json_response({"status": "accepted"})
+
+    def _session(self, body: Mapping[str, Any]) -> str:
         session = body.get("session_id")
         if not isinstance(session, str) or session not in self.sessions:
             raise RequestRefused(404, f"session_id {show(session, 60)} is unknown", "session_id")
@@ -230,7 +240,9 @@ class TrainingApi:
 
     async def _get_info(self, request: web.Request) -> web.Response:
         model_id = (await read_json(request)).get("model_id")
-        model = self._model(model_id).operations.model
+        queue = self._model(model_id)
+        await queue.load()
+        model = queue.operations.model
         if model is None:
             raise RequestRefused(404, f"model_id {show(model_id, 60)} was not created", "model_id")
         rank = model.kind.lora.rank
@@ -301,12 +313,17 @@ class TrainingApi:
             raise RequestRefused(404, f"sampling_session_id {show(sampler_id, 60)} is unknown")
         return self.sampling[sampler_id]
 
-    def _note_sampler(self, entry: Entry) -> None:
-        """Note the sampling session that a save_weights_for_sampler has made."""
+    def _note_sampler(self, entry: Entry) -> Record | None:
+        """Note the sampling session that a save_weights_for_sampler has made; return it for the
+        log if it is new."""
+        made = {}
         if entry.operation == "save_weights_for_sampler" and entry.result is not None:
             made = json.loads(entry.result.body or b"{}")
-            if made.get("sampling_session_id"):
-                self.sampling[made["sampling_session_id"]] = made["path"]
+        sampler_id = made.get("sampling_session_id")
+        if sampler_id is None or sampler_id in self.sampling:
+            return None
+        self.sampling[sampler_id] = made["path"]
+        return Record({"sampling": sampler_id, "path": made["path"]})
 
     async def _sample(self, request: web.Request) -> web.Response:
         body = await read_json(request)
@@ -377,7 +394,8 @@ class TrainingApi:
         assert result is not None
         if not result.body:
             raise RequestRefused(410, f"the result of {show(request_id)} was read before")
-        self._note_sampler(entry)
+        if (record := self._note_sampler(entry)) is not None:
+            await asyncio.to_thread(self.journal.append, record)
         if queue is not None:
             queue.note_read(entry)
         elif entry.read_at is None:

@@ -198,6 +198,43 @@ def test_weights_are_saved_and_loaded(server, alone):
         assert (losses == alone["data"][1:]) == optimizer
 
 
+def test_a_finished_session_leaves_memory_and_comes_back(server, alone):
+    client = Client(server)
+    losses = [client.step(DATA)]
+    pending = Client(server)
+    server.result(pending.forward_backward(DATA))
+    for one in (client, pending):
+        server.ask(f"sessions/{one.session}/finish", {"reason": {"type": "done"}})
+    operations = {name: queue.operations for name, queue in server.api.models.items()}
+    assert operations[client.model_id].model is None
+    assert operations[pending.model_id].model is not None  # it has gradients
+    info = server.ask("get_info", {"model_id": client.model_id})
+    assert info["lora_rank"] == 4 and info["model_data"]["model_name"] == "toy"
+    assert [*losses, *(client.step(DATA) for _ in range(3))] == alone["data"]
+
+
+def test_a_model_whose_snapshot_is_damaged_fails_alone(base, alone, tmp_path):
+    first = Server(tmp_path, base)
+    client, other = Client(first), Client(first)
+    client.step(DATA)
+    first.ask(f"sessions/{client.session}/finish", {})
+    first.stop()
+    for path in (tmp_path / "models").glob("*/snapshot/0/state/**/*"):
+        if path.is_file():
+            path.write_bytes(b"damaged")
+    second = Server(tmp_path, base)
+    client.server = other.server = second
+    try:
+        answer = second.result(client.forward_backward(DATA))
+        assert answer["category"] == "server" and "cannot be opened" in answer["error"]
+        client.seq_id += 1
+        raw = write_request(client.model_id, client.seq_id, DATA)
+        assert second.send("forward_backward", raw)[0] == 500
+        assert other.step(DATA) == alone["data"][0]
+    finally:
+        second.stop()
+
+
 @pytest.mark.slow  # compiles the sampler
 @pytest.mark.parametrize("seconds", [0.0, 60.0])
 def test_a_restart_goes_on_where_it_was(base, alone, tmp_path, monkeypatch, seconds):
