@@ -61,19 +61,21 @@ def frequencies(
     `rope` holds rope_type, rope_theta and what the type needs (REQUIRED, OPTIONAL); family_keys:
     further keys that the family reads, such as partial_rotary_factor, the share of dims that are
     rotated, or alpha. longest: the positions that a model is made for; row_tokens: those that it
-    will see, where these are fewer, by which "longrope" chooses. Raises UserError for another type,
-    a missing or an unknown key.
+    will see, by which "longrope" and, without an alpha, "dynamic" choose; 0: unknown. Raises
+    UserError for another type, a missing or an unknown key.
     """
     kind = rope.get("rope_type", "default")
-    if kind not in REQUIRED or (kind == "dynamic" and "alpha" not in family_keys):
-        kinds = sorted(REQUIRED if "alpha" in family_keys else {*REQUIRED} - {"dynamic"})
+    by_length = "alpha" not in family_keys
+    if kind not in REQUIRED or (kind == "dynamic" and by_length and not longest):
+        kinds = sorted({*REQUIRED} - ({"dynamic"} if by_length and not longest else set()))
         raise UserError(f"rope_type={kind!r} is not supported; supported: {kinds}")
     set_keys = {key for key, value in rope.items() if value is not None}
-    missing = REQUIRED[kind] | {"rope_theta"}
+    required = {"factor"} if kind == "dynamic" and by_length else REQUIRED[kind]
+    missing = required | {"rope_theta"}
     missing -= set_keys
     if missing:
         raise UserError(f"rope_type={kind!r} needs the keys {sorted(missing)}; found {dict(rope)}")
-    unknown = set_keys - REQUIRED[kind] - OPTIONAL[kind] - {"rope_type", "type", "rope_theta"}
+    unknown = set_keys - required - OPTIONAL[kind] - {"rope_type", "type", "rope_theta"}
     unknown -= {"partial_rotary_factor"} if rope.get("partial_rotary_factor") == 1.0 else set()
     unknown -= {*family_keys}
     if kind == "default":  # left over by a scaling that was switched off; has no effect there
@@ -101,15 +103,23 @@ def frequencies(
             return _yarn(base, dims, rope)
         case "longrope":
             return _longrope(base, rope, longest, row_tokens or longest)
-        case "dynamic":  # Hunyuan's name for a longer base, whatever the length of a text
+        case "dynamic":
             if dims < 4:
                 raise UserError(f"rope_type='dynamic' needs heads of 4 dims or more, not {dims}")
-            return _powers(rope["rope_theta"] * rope["alpha"] ** (dims / (dims - 2)), dims), 1.0
+            # Hunyuan's longer base, whatever the length of a text; else NTK's, by that of a run.
+            stretch = _stretch(rope, longest, row_tokens) if by_length else rope["alpha"]
+            return _powers(rope["rope_theta"] * stretch ** (dims / (dims - 2)), dims), 1.0
     return base, 1.0
 
 
 def _powers(theta: float, dims: int) -> np.ndarray:
     return theta ** (-np.arange(0, dims, 2, dtype=np.float64) / dims)
+
+
+def _stretch(rope: Mapping[str, Any], longest: int, row_tokens: int) -> float:
+    """How much longer waves get in texts beyond what a model was made for: "dynamic NTK"."""
+    # By the rows of a run and not by each text, as for "longrope".
+    return rope["factor"] * max(row_tokens, longest) / longest - (rope["factor"] - 1)
 
 
 def _proportional(head_dim: int, share: float, rope: Mapping[str, Any]) -> np.ndarray:

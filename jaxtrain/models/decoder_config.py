@@ -124,22 +124,32 @@ class DecoderConfig:
 
     def for_rows(self, tokens: int) -> Self:
         """Return the config of a run with texts of at most so many tokens, if that changes the
-        computation: LongRoPE has one table for short texts and one for long ones."""
+        computation: LongRoPE has one table for short texts and one for long ones, dynamic NTK one
+        for each length beyond max_position_embeddings."""
         return dataclasses.replace(self, row_tokens=tokens) if self._short_length else self
 
     @property
     def _short_length(self) -> int | None:
         """Length of the longest short text; None if short and long texts do not differ."""
         rope = dict(self.rope)
+        if self._stretches:
+            return self.max_position_embeddings
         if rope.get("rope_type") != "longrope":
             return None
         return rope["original_max_position_embeddings"]
+
+    @property
+    def _stretches(self) -> bool:
+        """True if texts beyond max_position_embeddings get longer waves."""
+        return dict(self.rope).get("rope_type") == "dynamic" and "alpha" not in self.rope_keys
 
     @property
     def longest(self) -> int:
         """Number of tokens of the longest row that is computed as the model would."""
         if self.row_tokens and self.row_tokens <= (self._short_length or 0):
             return min(self._short_length, self.max_position_embeddings)
+        if self.row_tokens and self._stretches:
+            return int(self.max_position_embeddings * dict(self.rope)["factor"])
         return self.max_position_embeddings
 
     @property
@@ -150,6 +160,9 @@ class DecoderConfig:
                 f"original_max_position_embeddings {self.longest} (a data.sequence_len above it"
                 " takes the table of long texts)"
             )
+        if self.longest > self.max_position_embeddings:
+            stretch = dict(self.rope)["factor"]
+            return f"max_position_embeddings {self.max_position_embeddings} x factor {stretch}"
         return f"max_position_embeddings {self.max_position_embeddings}"
 
     @property

@@ -85,13 +85,14 @@ class Config(ConvConfig):
     architecture: ClassVar[str] = "Lfm2ForCausalLM"
     model_type: ClassVar[str] = "lfm2"
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
-        "full_attn_idxs": (),
         **dict.fromkeys(("block_dim", "block_mlp_init_scale", "block_out_init_scale"), ()),
         **dict.fromkeys(("block_norm_eps", "block_use_xavier_init", "conv_dim"), ()),
         **dict.fromkeys(("conv_dim_out", "conv_use_xavier_init", "num_heads"), ()),
         "block_use_swiglu": (True,),
     }
 
+    full_attn_idxs: tuple[int, ...] | None = None
+    """Layers with attention, of which transformers makes layer_types where that is absent."""
     block_auto_adjust_ff_dim: bool = True
     """F is computed from intermediate_size by the next two."""
     block_ffn_dim_multiplier: float | None = 1.0

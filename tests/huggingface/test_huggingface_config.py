@@ -113,15 +113,34 @@ def test_old_and_new_rope_spelling_are_one():
         ({"output_router_logits": True, "alibi": True}, "alibi=true"),
         ({"hidden_act": "softplus"}, "softplus"),
         ({"num_key_value_heads": 3}, "multiple of"),
-        ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rope_type='dynamic'"),
+        ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "rope_type='ntk'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "odd": 1}}, "odd"),
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*Qwen3ForCausalLM"),
+        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
     ],
 )
 def test_surprises_are_refused(change, words):
     with pytest.raises(UserError, match=words):
         families.config_from_hf({**QWEN3, **change})
+
+
+def test_older_names_say_the_same():
+    """Of LFM2's and of Pythia's files, which transformers reads under others."""
+    lfm2 = {
+        **{"model_type": "lfm2", "num_hidden_layers": 3, "tie_embedding": False},
+        **{"full_attn_idxs": [1], "block_ff_dim": 48, "block_use_swiglu": True},
+    }
+    config = families.config_from_hf(lfm2)
+    assert config.layer_types == ("conv", "full_attention", "conv")
+    assert config.intermediate_size == 48 and not config.tie_word_embeddings
+    assert families.config_from_hf(config.to_hf()) == config
+    with pytest.raises(UserError, match="block_use_swiglu"):
+        families.config_from_hf({**lfm2, "block_use_swiglu": False})
+    pythia = {"model_type": "gpt_neox", "rotary_pct": 0.5, "rotary_emb_base": 500}
+    rope = {"rope_theta": 500, "partial_rotary_factor": 0.5}
+    new = families.config_from_hf({"model_type": "gpt_neox", "rope_parameters": rope})
+    assert families.config_from_hf(pythia) == new
+    assert families.config_from_hf(new.to_hf()) == new
 
 
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}

@@ -21,14 +21,15 @@ KINDS = {
     "yarn": {**LENGTHS, "mscale": 0.7, "mscale_all_dim": 1.1},
     "longrope": LONG,
     "proportional": {"factor": 2.0},
+    "dynamic": {"factor": 4.0},
 }
 DIMS, SHARE = 16, 0.75
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))
-@pytest.mark.parametrize("row_tokens", [0, 32])
+@pytest.mark.parametrize("row_tokens", [0, 32, 600])
 def test_frequencies_are_those_of_transformers(kind, row_tokens):
-    """Rotate three quarters of a head; longrope of long texts and of short ones."""
+    """Rotate three quarters of a head; rows of unknown, short and long texts."""
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
     from transformers import Phi3Config
 
@@ -91,6 +92,19 @@ def test_adjacent_pairs_are_complex_numbers():
 def test_queries_grow_in_steps():
     actual = PositionScale(0.5, 4)(jnp.asarray([[0, 3, 4, 8]], jnp.int32), jnp.float32)
     np.testing.assert_allclose(actual, 1 + 0.5 * np.log([[1, 1, 2, 3]]), rtol=1e-6)
+
+
+def test_dynamic_ntk_reaches_as_far_as_its_factor():
+    raw = {
+        **{"model_type": "llama", "num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 32},
+        **{"num_attention_heads": 2, "max_position_embeddings": 256},
+        "rope_scaling": {"rope_type": "dynamic", "factor": 4.0},
+    }
+    config = families.config_from_hf(raw)
+    short, long = config.for_rows(256), config.for_rows(257)
+    assert (config.longest, short.longest, long.longest) == (256, 256, 1024)
+    assert long.longest_said == "max_position_embeddings 256 x factor 4.0"
+    assert config.to_hf() == short.to_hf() == long.to_hf()
 
 
 def test_rows_of_a_run_choose_between_the_tables_of_longrope():
