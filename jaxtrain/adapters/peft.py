@@ -37,8 +37,10 @@ from jaxtrain.adapters.peft_folder import (
     PREFIX,
     ROWS,
     SUFFIX,
+    TOWER,
     WEIGHTS,
     PeftFolder,
+    module_in_memory,
     open_peft,
 )
 from jaxtrain.adapters.spec import (
@@ -235,8 +237,12 @@ def write_gathered(
     for entry in entries:
         value = params[entry.param]
         for name, shape in entry.op.shapes(value.shape).items():
-            plan[name] = (shape, np.dtype(dtype or value.dtype))
-    pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
+            plan[_of_tower(name)] = (shape, np.dtype(dtype or value.dtype))
+    pieces = (
+        piece._replace(name=_of_tower(piece.name))
+        for entry in entries
+        for piece in entry.op.write(params[entry.param], to_host)
+    )
     write_folder(folder, dict(sorted(plan.items())), pieces, 1 << 60, single=WEIGHTS)
     wrapped = wrapped_slots(config, adapter)
     targets = {
@@ -254,6 +260,10 @@ def write_gathered(
             targets[path] = [f"{module}.weight" for module in modules]
     raw = describe_adapter(linears, join_slots(config, adapter), base_name, targets)
     # PEFT renames tensors as transformers does, but not the modules to put pairs at.
+    if isinstance(raw["target_modules"], list):
+        raw["target_modules"] = list(map(module_in_memory, raw["target_modules"]))
+    for key in ("rank_pattern", "alpha_pattern"):
+        raw[key] = {module_in_memory(name): value for name, value in raw[key].items()}
     raw["target_modules"] += [
         ".".join((*owner, config.modules_in_memory[name]))
         for *owner, name in (module.split(".") for module in raw["target_modules"])
@@ -444,6 +454,12 @@ def _without_form(op: Any) -> UserError:
         " router that transformers calls otherwise; PEFT's form of such adapters is not known here."
         ' Leave it out, as adapter.target "attention" does'
     )
+
+
+def _of_tower(name: str) -> str:
+    """Return the name in PEFT of a tensor, whose tower it does not rename."""
+    module = name.removeprefix(PREFIX)
+    return PREFIX + module_in_memory(module) if TOWER.match(module) else name
 
 
 def _peft_name(tensor: str, part: str) -> str:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import re
 
 from jaxtrain.adapters.peft_config import match_patterns, read_peft_config
 from jaxtrain.adapters.peft_experts import WrappedExperts
@@ -38,6 +39,9 @@ SAYS_NOTHING = {
 RENAMED = (("backbone.", "model."), ("language_model.model.", "model.language_model."))
 """Beginnings of names in folders, and what transformers 5 makes of them: PEFT loads either and
 writes the latter."""
+TOWER = re.compile(r"(model\.)?vision_tower\.(vision_model\.)?")
+"""Beginning of the names of a tower in folders. PEFT knows only what transformers 5 makes of it:
+"model.vision_tower."."""
 NEUTRAL_INITS = (True, False, None, "gaussian", "eva", "orthogonal", "lora_ga")
 """Initializations that leave the base's weights as they are."""
 
@@ -73,6 +77,14 @@ class PeftFolder:
             tensors = {
                 PREFIX + old + name.removeprefix(PREFIX + new)
                 if name.startswith(PREFIX + new) and not name.startswith(PREFIX + old)
+                else name: stored
+                for name, stored in tensors.items()
+            }
+        roots = (match[0] for match in map(TOWER.match, names) if match)
+        if (root := next(roots, None)) is not None:
+            tensors = {
+                PREFIX + TOWER.sub(root, name.removeprefix(PREFIX), 1)
+                if TOWER.match(name, len(PREFIX))
                 else name: stored
                 for name, stored in tensors.items()
             }
@@ -245,3 +257,11 @@ def check_ranks(peft: PeftFolder) -> None:
                 f"{down.file}: {spell(module)} has a magnitude {magnitude.shape} for lora_B"
                 f" {up.shape}"
             )
+
+
+def module_in_memory(module: str) -> str:
+    """Return what transformers 5 calls a module of a folder, by its whole name."""
+    for old, new in RENAMED:
+        if module.startswith(old):
+            return new + module.removeprefix(old)
+    return TOWER.sub("model.vision_tower.", module, 1) if TOWER.match(module) else module

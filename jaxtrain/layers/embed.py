@@ -48,6 +48,16 @@ def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
+def begin_images(slot_BT: jax.Array, since_BP: jax.Array, merge: int) -> jax.Array:
+    """int32 [B, T]: the first token of each token's image; of text the token itself. slot: the
+    feature at a token, -1: text; since: the first patch of a patch's image, of which merge * merge
+    make a feature."""
+    patch_BT = jnp.maximum(slot_BT, 0) * merge**2
+    first_BT = jnp.take_along_axis(since_BP, patch_BT, axis=1) // merge**2
+    index_T = jnp.arange(slot_BT.shape[1], dtype=jnp.int32)
+    return index_T - jnp.where(slot_BT < 0, 0, slot_BT - first_BT)
+
+
 def take_features(slot_BT: jax.Array, features_BFD: jax.Array) -> jax.Array:
     """Return [B, T, D]: the feature of its slot at every token that has one, 0 at the others, whose
     slot is -1."""

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtrain_kernels import Context
 
 from jaxtrain.batch import IMAGE_SLOT, ROUTED, Batch
-from jaxtrain.layers.embed import Embed, capped, take_features
+from jaxtrain.layers.embed import Embed, begin_images, capped, take_features
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mixer import Decoding, ImageContext, SharedSlots, State
@@ -229,6 +229,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
             for name, (frequency, factor) in config.encodings().items()
         )
         self.rope_axes = config.rope_axes
+        self.image_blocks = config.image_blocks
         self.embedding_scale = config.embedding_scale
         self.norms_embeddings = config.norms_embeddings
         self.logit_scale = config.logit_scale if head is None else 1.0
@@ -277,7 +278,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         """Final-normed hidden states [B, T, D] of a Batch [B, T], times the config's logit_scale,
         with what the blocks noted (see `layers.moe`) and the outputs of the layers in `capture`,
         which count from 0, before the final norm. Padding gives finite values that mean nothing."""
-        context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
+        context = self._context(batch)
         experts = by_layer(self.stack, batch.streams.get(ROUTED))
         rng_bits = None if self.noise is None else self._draw(batch.tokens.shape)
         inputs = self._embed(batch.tokens, context, experts, rng_bits, self._see(batch, context))
@@ -286,11 +287,19 @@ class Decoder(EmbeddingAndHead, CachedStack):
     def captured(self, batch: Batch, layers: Sequence[int]) -> jax.Array:
         """Return the outputs [B, T, C * D] of C layers, concatenated, as `hidden` captures them.
         Layers behind the last of them do not run."""
-        context = Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
+        context = self._context(batch)
         depth = max(layers) + 1
         inputs = self._embed(batch.tokens, context, seen=self._see(batch, context))
         outputs = self._run(*inputs, capture=tuple(layers), depth=depth)[0].captured
         return jnp.concatenate([outputs[layer] for layer in layers], axis=-1)
+
+    def _context(self, batch: Batch) -> Context:
+        """Return the mask of a batch."""
+        since, images = batch.since, batch.images
+        if self.image_blocks and images is not None:
+            assert since is None, "blocks of images beside others"
+            since = begin_images(batch.streams[IMAGE_SLOT], images.since, self.vision.merge)
+        return Context(batch.until, since, batch.positions, batch.positions, batch.prev)
 
     def init_packed(self, rows: int, slots: int) -> tuple[State, ...]:
         """Return empty states for `append`, in the compute dtype."""

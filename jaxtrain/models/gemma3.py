@@ -1,22 +1,26 @@
 """Gemma 3 (Gemma Team 2025, arXiv:2503.19786): norms before and behind both layers, five layers of
 a sliding window to one of full attention, each kind with a position encoding of its own.
 
-Folders of the Hub are of text alone (270M, 1B) or multimodal, with a vision tower that is carried
-along."""
+Folders of the Hub are of text alone (270M, 1B), or have a tower for images, whose tokens see the
+whole of their image."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any, ClassVar
+import json
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, Self
 
 from flax import nnx
 
+from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields
+from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from jaxtrain.models.blocks import attention_block
 from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.multimodal import TextConfig
+from jaxtrain.models.gemma_vision import SquareConfig, square_names
+from jaxtrain.models.multimodal import ImageTextConfig
 from jaxtrain.models.naming import (
     SANDWICH_NORMS,
     attention_names,
@@ -31,16 +35,18 @@ PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(TextConfig):
+class Config(ImageTextConfig):
     architecture: ClassVar[str] = "Gemma3ForCausalLM"
     also: ClassVar[tuple[str, ...]] = ("Gemma3ForConditionalGeneration",)
     model_type: ClassVar[str] = "gemma3"
     text_type: ClassVar[str] = "gemma3_text"
+    tower_type: ClassVar[type[SquareConfig]] = SquareConfig
+    image_blocks: ClassVar[bool] = True
     renamed: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation"}
     norm: ClassVar[type[RMSNorm]] = ZeroCenteredRMSNorm
     rope_by_kind: ClassVar[bool] = True
     rope_keys: ClassVar[tuple[str, ...]] = ("rope_local_base_freq",)
-    carries: ClassVar[tuple[str, ...]] = (
+    tower_tensors: ClassVar[tuple[str, ...]] = (
         *("vision_tower.", "multi_modal_projector."),
         *("model.vision_tower.", "model.multi_modal_projector."),
     )
@@ -51,10 +57,7 @@ class Config(TextConfig):
         "cache_implementation": ("hybrid",),
         **dict.fromkeys(PATTERNS, ()),
     }
-    media: ClassVar[tuple[str, ...]] = (
-        *("image_token_index", "boi_token_index", "eoi_token_index"),
-        *("image_token_id", "boi_token_id", "eoi_token_id"),
-    )
+    media: ClassVar[tuple[str, ...]] = ("image_token_index", "image_token_id")
 
     attention_bias: bool = False
     """On all four projections."""
@@ -63,6 +66,49 @@ class Config(TextConfig):
     layer_types: tuple[str, ...]
     sliding_window: int
     final_logit_softcapping: float | None = None
+    tower_prefix: str = ""
+    """Of the tower's tensors; "": as published beside the text's."""
+
+    def fit(self, tensors: Collection[str]) -> Self:
+        end = "embeddings.patch_embedding.weight"
+        prefix = next((name.removesuffix(end) for name in tensors if name.endswith(end)), "")
+        return dataclasses.replace(super().fit(tensors), tower_prefix=prefix)
+
+    def check(self) -> None:
+        super().check()
+        if self.vision is not None and (self.merge < 1 or self.vision.side % self.merge):
+            raise UserError(
+                f"config.json: mm_tokens_per_image={self._tokens} must be the square of a number"
+                f" that divides the {self.vision.side} patches along a side of an image"
+                " (vision_config.image_size / patch_size)"
+            )
+
+    @property
+    def merge(self) -> int:
+        edge = int(self._tokens**0.5)
+        return self.vision.side // edge if edge**2 == self._tokens > 0 else 0
+
+    @property
+    def _tokens(self) -> int:
+        count = json.loads(self.around or "{}").get("mm_tokens_per_image", 256)
+        if type(count) is not int:
+            raise UserError(
+                f"config.json: mm_tokens_per_image is {describe(count)}; it is a number"
+            )
+        return count
+
+    @property
+    def tower_roots(self) -> tuple[str, str]:
+        """What the tensors of tower and projector begin with."""
+        top = self.prefix.partition("language_model.")[0]
+        tower = self.tower_prefix or f"{top}vision_tower.vision_model."
+        return tower, f"{tower.partition('vision_tower.')[0]}multi_modal_projector."
+
+    @property
+    def carries(self) -> tuple[str, ...]:
+        """With a head that reads what comes out of the tower."""
+        head = () if self.vision is None else (f"{self.tower_roots[0]}head.",)
+        return (*super().carries, *head)
 
     @classmethod
     def read_text(cls, text: dict[str, Any]) -> dict[str, Any]:
@@ -113,4 +159,5 @@ def names(config: Config) -> list[ParameterEntry]:
         ),
         *mlp_names("block", layers),
     ]
-    return with_prefix(entries, config.prefix)
+    tower = [] if config.vision is None else square_names(config.vision, *config.tower_roots)
+    return [*with_prefix(entries, config.prefix), *tower]

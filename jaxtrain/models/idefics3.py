@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import describe
-from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.huggingface.ops import ParameterEntry, TensorRef, Transpose
 from jaxtrain.models import llama
 from jaxtrain.models.multimodal import ImageTextConfig
 from jaxtrain.models.naming import with_prefix
@@ -54,6 +54,9 @@ class Model(llama.Model):
 def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     root = config.prefix.removesuffix("text_model.")
-    connector = f"{root}connector.modality_projection.proj"
-    tower = tower_names(config.vision, f"{root}vision_model.", connector)
-    return [*with_prefix(llama.names(config), config.prefix), *tower]
+    projector = Transpose(TensorRef(f"{root}connector.modality_projection.proj.weight"))
+    return [
+        *with_prefix(llama.names(config), config.prefix),
+        *tower_names(config.vision, f"{root}vision_model."),
+        ParameterEntry("vision.projector.kernel", projector),
+    ]

@@ -57,7 +57,7 @@ class VisionConfig:
     patch_size: int
     hidden_act: str
     layer_norm_eps: float = 1e-6
-    initializer_range: float
+    initializer_range: float = 0.02
 
     @classmethod
     def from_hf(cls, raw: Any) -> Self:
@@ -186,7 +186,11 @@ class Tower(Encoder):
     def embed(self, images: Images) -> jax.Array:
         x_BPD = self.patch(look_up_values(images))
         table_SD = gathered(self.position_table, x_BPD.dtype)
-        return x_BPD + table_SD[bucket_positions(images.row_col, images.grid, self.side)]
+        return x_BPD + table_SD[self.place(images)]
+
+    def place(self, images: Images) -> jax.Array:
+        """Return the row of the position table of each patch, int32 [B, P]."""
+        return bucket_positions(images.row_col, images.grid, self.side)
 
 
 class Vision(nnx.Module):
@@ -318,9 +322,8 @@ def bucket_table(side: int) -> np.ndarray:
     return np.searchsorted(borders, fractions, side="right").astype(np.int32)
 
 
-def tower_names(config: VisionConfig, root: str, projector: str) -> list[ParameterEntry]:
-    """Entries of tower and projector; root: of the tower's tensors, projector: module of the
-    other's."""
+def tower_names(config: VisionConfig, root: str) -> list[ParameterEntry]:
+    """Entries of a `Tower`, whose tensors begin with root."""
     layers, size = range(config.num_hidden_layers), config.patch_size
     module = f"{root}embeddings.patch_embedding"
     kernel = Transpose(Flattened(f"{module}.weight", (3, size, size)))
@@ -344,6 +347,4 @@ def tower_names(config: VisionConfig, root: str, projector: str) -> list[Paramet
         ParameterEntry("norm.scale", TensorRef(f"{root}post_layernorm.weight")),
         ParameterEntry("norm.bias", TensorRef(f"{root}post_layernorm.bias")),
     ]
-    named = [ParameterEntry(f"vision.tower.{entry.param}", entry.op) for entry in entries]
-    op = Transpose(TensorRef(f"{projector}.weight"))
-    return [*named, ParameterEntry("vision.projector.kernel", op)]
+    return [ParameterEntry(f"vision.tower.{entry.param}", entry.op) for entry in entries]

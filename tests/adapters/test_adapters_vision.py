@@ -24,6 +24,7 @@ LINEAR_FC1 = r"visual\.blocks\.[12]\.mlp\.linear_fc1"
 CASES = {
     "text": (["all-linear"], {"stack"}),
     "all": (["attention", "tower", "projector"], {"stack", "tower", "projector"}),
+    "text and tower": (["attention", "tower"], {"stack", "tower"}),
     "some layers of the tower": (["projector", FC1], {"projector", "tower"}),
     "some layers of Qwen's tower": (["*merger.linear_fc2", LINEAR_FC1], {"projector", "tower"}),
 }
@@ -31,7 +32,9 @@ SLOW = [("smolvlm", "all"), ("smolvlm", "some layers of the tower"), ("qwen3_5",
 THOROUGH = [
     ("smolvlm", "text"),
     ("qwen3_5", "some layers of Qwen's tower"),
-    *((name, "all") for name in VISION if name not in ("smolvlm", "idefics3", "qwen3_5")),
+    ("gemma3", "text"),
+    ("gemma3", "text and tower"),  # the projector is no module there
+    *((name, "all") for name in VISION if name not in ("smolvlm", "idefics3", "qwen3_5", "gemma3")),
 ]
 
 

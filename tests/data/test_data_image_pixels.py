@@ -75,7 +75,7 @@ def odd_files():
 
 def unblock(patches, form):
     """float32 [tiles, 3, side, side] of patches, each in its place by row and column."""
-    p, side = form.patch, form.tile
+    p, side = form.patch, form.patch * int(patches.grid[0, 0])
     tiles = np.zeros((len(set(patches.since.tolist())), 3, side, side), np.float32)
     starts = sorted(set(patches.since.tolist()))
     for values, since, (row, col) in zip(
@@ -217,6 +217,44 @@ def test_qwen_pixels_equal_those_of_transformers(tmp_path):
         for time in range(2):
             np.testing.assert_array_equal(ours, theirs[:, :, time].transpose(1, 0, 2), str(number))
         assert (patches.grid == (rows, cols)).all() and (patches.until == rows * cols).all()
+
+
+GEMMA = {"size": {"height": 33, "width": 33}, "image_std": [0.5, 0.3, 0.2], "do_convert_rgb": None}
+GEMMA_CONFIG = {
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 4,
+    "vision_config": {"patch_size": 5, "image_size": 33},
+}
+
+
+def open_gemma(folder, settings):
+    tokenizer = load_tokenizer("builtin")
+    add_tokens(tokenizer, (), ["<image_soft_token>", "<start_of_image>", "<end_of_image>"])
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return read_format(folder, GEMMA_CONFIG, tokenizer)
+
+
+def test_gemma_pixels_equal_those_of_transformers(tmp_path):
+    from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
+
+    plain = {key: value for key, value in GEMMA.items() if value is not None}
+    form, processor = open_gemma(tmp_path, GEMMA), Gemma3ImageProcessorPil(**plain)
+    text = f"\n\n<start_of_image>{'<image_soft_token>' * 4}<end_of_image>\n\n"
+    for number, data in enumerate(odd_files()):
+        picture = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        expected = np.asarray(processor(picture)["pixel_values"][0])
+        patches = form.cut(decode(data))
+        assert form.count(measure(data)) == (36, 4) and form.expand(measure(data)) == text
+        # A convolution without padding leaves out what is no whole patch.
+        ours = unblock(patches, form)[0]
+        np.testing.assert_array_equal(ours, expected[:, :30, :30], err_msg=f"file {number}")
+
+
+def test_gemma_refuses_what_it_does_not_follow(tmp_path):
+    with pytest.raises(UserError, match="sets do_pan_and_scan to true; only false is read"):
+        open_gemma(tmp_path, {**GEMMA, "do_pan_and_scan": True})
+    with pytest.raises(UserError, match="makes pictures of 40 x 40 pixels .* made for 33 x 33"):
+        open_gemma(tmp_path, {**GEMMA, "size": {"height": 40, "width": 40}})
 
 
 def test_qwen_refuses_what_it_does_not_follow(tmp_path):

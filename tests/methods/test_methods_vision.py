@@ -59,9 +59,20 @@ QWEN_SETTINGS = {
     "image_std": [0.5, 0.3, 0.2],
 }
 QWEN = (QWEN_TEMPLATE, ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>"], QWEN_SETTINGS)
-FOLDERS = {"qwen3_5": QWEN, "qwen3_vl": QWEN, "qwen3_vl_moe": QWEN, "qwen3_5_moe": QWEN}
+GEMMA = (
+    QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>"),
+    ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
+    {"size": {"height": 33, "width": 33}, "do_convert_rgb": None, "do_pan_and_scan": None},
+)
+FOLDERS = {
+    "qwen3_5": QWEN,
+    "qwen3_vl": QWEN,
+    "qwen3_vl_moe": QWEN,
+    "qwen3_5_moe": QWEN,
+    "gemma3": GEMMA,
+}
 """Template, tokens of which the first is that of an image, and settings of the image processor."""
-PARTS = ("language_model", "patch_embed", "merger")
+PARTS = ("language_model", "patch_embed", "merger", "projector")
 
 pytestmark = pytest.mark.slow
 
@@ -114,7 +125,8 @@ def test_a_run_reads_pixels(kind, tmp_path):
 def test_a_folder_trains_on_pictures(name, tmp_path):
     """All parts of the model change, and the settings of the folder's images are exported."""
     template, tokens, settings = FOLDERS[name]
-    raw = {**VISION[name], "image_token_id": 512}
+    key = "image_token_index" if name == "gemma3" else "image_token_id"
+    raw = {**VISION[name], key: 512}
     raw["text_config"] = {**raw["text_config"], "vocab_size": 528}
     architecture = families.config_from_hf(raw)
     start = tmp_path / "start"

@@ -108,6 +108,8 @@ def make_torch(raw, seed=0):
         for name, parameter in model.named_parameters():
             if name.endswith("A_log"):  # as drawn, heads forget within a token or two
                 parameter.uniform_(-4.6, 0.4)
+            elif name.endswith("input_projection_weight"):  # drawn as zeros
+                parameter.normal_(std=0.3)
             elif parameter.ndim == 1 or name.endswith("bias"):  # experts' have more dims
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():

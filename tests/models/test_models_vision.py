@@ -104,6 +104,8 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     their_grads = leaves(loading.load(tmp_path / "grads"))
     assert set(grads) == set(their_grads)
     scale = max(np.abs(grad).max() for grad in their_grads.values())
+    towers = [np.abs(g).max() for path, g in their_grads.items() if path.startswith("vision.tower")]
+    assert max(towers) > 1e-3 * scale
     for path, grad in their_grads.items():
         if np.abs(grad).max() < 1e-6 * scale:  # rounding noise, as of a bias on keys
             assert np.abs(grads[path]).max() < 1e-5 * scale, path

@@ -97,6 +97,27 @@ VISION["qwen3_vl_moe"] = {
         "model_type": "qwen3_vl_moe_vision",
     },
 }
+VISION["gemma3"] = {
+    "model_type": "gemma3",
+    "text_config": {
+        **SIZES,
+        "model_type": "gemma3_text",
+        "num_hidden_layers": 3,
+        "head_dim": 16,
+        "query_pre_attn_scalar": 20,
+        "sliding_window": 7,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+    },
+    "vision_config": {
+        **TOWER,
+        "model_type": "siglip_vision_model",
+        "image_size": 33,
+        "vision_use_head": False,
+    },
+    "mm_tokens_per_image": 4,
+    "image_token_index": IMAGE,
+    "tie_word_embeddings": True,
+}
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 for name in ("qwen3_5", "qwen3_5_moe"):
     turns = {**TURNS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
@@ -110,6 +131,7 @@ for name in ("qwen3_5", "qwen3_5_moe"):
 """The side of a tile is 6 patches, with some pixels to spare."""
 SQUARES = ((6, 6), (6, 6), (6, 6), (6, 6), (4, 4))
 SHAPES = {
+    "gemma3": ((6, 6),) * 5,
     "smolvlm": SQUARES,
     "idefics3": (*SQUARES[:4], (3, 3)),
     **dict.fromkeys(
@@ -144,6 +166,9 @@ def draw_images(shapes, patch: int) -> list[np.ndarray]:
 
 def merge_of(raw) -> int:
     """Patches along a side of the block of a feature."""
+    if tokens := raw.get("mm_tokens_per_image"):
+        vision = raw["vision_config"]
+        return int(vision["image_size"] // vision["patch_size"] / tokens**0.5)
     return raw.get("scale_factor") or raw["vision_config"]["spatial_merge_size"]
 
 
@@ -220,6 +245,9 @@ def processed(raw, tokens, images) -> dict[str, np.ndarray]:
 
 def _process(raw, tokens, images) -> dict[str, np.ndarray]:
     pixels = [VALUES[image, np.arange(3)].transpose(2, 0, 1) for image in images]
+    if "mm_tokens_per_image" in raw:
+        types = (np.array(tokens) == IMAGE).astype(np.int64)[None]
+        return {"pixel_values": np.stack(pixels), "token_type_ids": types}
     if "spatial_merge_size" not in raw["vision_config"]:
         return {"pixel_values": np.stack(pixels)[None]}
     patch, merge, rows, grids = raw["vision_config"]["patch_size"], merge_of(raw), [], []

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 FAMILIES = {
     "smolvlm": "smolvlm:TiledFormat",
     "idefics3": "smolvlm:TiledFormat",
+    "gemma3": "gemma:SquareFormat",
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen:WholeFormat"),
 }
 """{model_type: module:class} of the families whose images are read."""

@@ -1,0 +1,88 @@
+"""Images of Gemma 3: squares of one size, whatever the picture's shape, each of as many tokens."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from typing_extensions import override
+
+from jaxtrain.data.images.format import ImageFormat, read_scale, require, require_token
+from jaxtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
+
+BILINEAR = 2
+"""Number of the filter in Pillow and in the folders."""
+
+
+@dataclass(frozen=True)
+class SquareFormat(ImageFormat):
+    """Settings of the family's image processor."""
+
+    side: int
+    """Pixels of a resized picture's side."""
+    resample: int
+    """Pillow's number of the filter."""
+    soft: str
+    """Text of the token of one feature; the template writes what begins an image."""
+    closing: str
+
+    @classmethod
+    def read(
+        cls,
+        config: Mapping[str, Any],
+        settings: Mapping[str, Any] | None,
+        tokenizer: Any,
+        folder: str,
+    ) -> "SquareFormat":
+        """Read the settings of a folder; UserError for those that are not followed. None: pictures
+        get the size that the tower was made for."""
+        vision = config.get("vision_config") or {}
+        patch, side = int(vision.get("patch_size", 16)), int(vision.get("image_size", 224))
+        if settings is None:
+            settings = {"size": {"height": side, "width": side}}
+        settings = {key: value for key, value in settings.items() if value is not None}
+        require(settings, {"do_resize": True, "do_pan_and_scan": False}, folder)
+        size = settings.get("size") or {}
+        if (size.get("height"), size.get("width")) != (side, side):
+            raise UserError(
+                f"{folder}: its image processor makes pictures of {size.get('width')} x"
+                f" {size.get('height')} pixels (size); the tower is made for {side} x {side}"
+            )
+        edge = int(config.get("mm_tokens_per_image", 256) ** 0.5)
+        texts = {
+            name: getattr(tokenizer, name, None) or text
+            for name, text in (
+                ("boi_token", "<start_of_image>"),
+                ("image_token", "<image_soft_token>"),
+                ("eoi_token", "<end_of_image>"),
+            )
+        }
+        expected = config.get("image_token_index", config.get("image_token_id"))
+        token = require_token(tokenizer, texts["image_token"], folder, expected)
+        require_token(tokenizer, texts["boi_token"], folder)
+        return cls(
+            texts["boi_token"], token, patch, side // patch // edge, *read_scale(settings, folder),
+            side, int(settings.get("resample", BILINEAR)), texts["image_token"],
+            texts["eoi_token"],
+        )  # fmt: skip
+
+    @override
+    def count(self, size: tuple[int, int]) -> tuple[int, int]:
+        patches = (self.side // self.patch) ** 2
+        return patches, patches // self.merge**2
+
+    @override
+    def expand(self, size: tuple[int, int]) -> str:
+        tokens = self.soft * self.count(size)[1]
+        return f"\n\n{self.placeholder}{tokens}{self.closing}\n\n"
+
+    @override
+    def around(self, size: tuple[int, int]) -> tuple[str, str]:
+        return self.placeholder, self.closing  # line breaks may be one token with what is beside
+
+    @override
+    def segments(self, picture: "Picture") -> list[np.ndarray]:
+        return [np.asarray(picture.resize((self.side, self.side), self.resample))]
