@@ -3,12 +3,12 @@
 import copy
 import dataclasses
 import os
+import re
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import re
 
 from jaxtrain.adapters.peft_config import match_patterns, read_peft_config
 from jaxtrain.adapters.peft_experts import WrappedExperts
