@@ -228,10 +228,11 @@ def export_gguf(folder: Path, output: Path, kind: str, tokenizer: Any) -> None:
     raw["head_dim"] = config.head_size
     check_expressible(raw, family)
     files, prefix = open_folder(folder), getattr(config, "prefix", "model.")
+    left_out = (*config.carries, *getattr(config, "tower_tensors", ()), "\0")
     tensors = {
         f"model.{name.removeprefix(prefix)}" if name.startswith(prefix) else name: name
         for name in files.tensors
-        if not name.startswith(config.carries or ("\0",))
+        if not name.startswith(left_out)
     }
     if config.tie_word_embeddings:
         tensors.pop("lm_head.weight", None)
