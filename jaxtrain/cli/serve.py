@@ -126,13 +126,16 @@ async def serve(
     name = args.served_model_name or Path(args.model).name
     engines, models = open_models(model, name, args, thread)
     form = ServingFormat(model.tokenizer, model.vocab_size, model.max_len)
-    routes, public = Answerer(form, models, log=log).routes(), PUBLIC
     training = None
-    if args.train is not None:
+    if args.train is None:
+        routes, public = Answerer(form, models, log=log).routes(), PUBLIC
+    else:
         from jaxtrain.training_api.routes import PUBLIC as TRAINING_PUBLIC
 
         training = open_training(model, name, args, engines[0], thread)
-        routes, public = [*routes, *training.routes()], (*public, *TRAINING_PUBLIC)
+        answerer = Answerer(form, models, log=log, find_other=training.find_served)
+        routes = [*answerer.routes(), *training.routes()]
+        public = (*PUBLIC, *TRAINING_PUBLIC)
         training.start()
     app = EndpointApp(routes, key, public)
     try:

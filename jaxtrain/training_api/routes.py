@@ -26,13 +26,14 @@ from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.generation.local.engine import LocalEngine
+from jaxtrain.generation.serving.answerer import ServedModel
 from jaxtrain.text_safety import escape_control_chars, show
 from jaxtrain.training_api.futures import PROTOBUF, SERVER, Entry, Result
 from jaxtrain.training_api.journal import Journal, Record
 from jaxtrain.training_api.model_queue import KEPT_SECONDS, ModelQueue
 from jaxtrain.training_api.operations import Operations
 from jaxtrain.training_api.requests import read_request
-from jaxtrain.training_api.samplers import Samplers
+from jaxtrain.training_api.samplers import PathEngine, Samplers
 from jaxtrain.training_api.sampling import draw, read_sample
 from jaxtrain.training_api.trainer import Base
 from jaxtrain.training_api.weights_store import PATH, WeightsStore
@@ -302,6 +303,15 @@ class TrainingApi:
         except UserError as error:
             raise RequestRefused(404, str(error), "model_path") from None
         return path
+
+    def find_served(self, name: str) -> ServedModel | None:
+        """Return sampler weights by their path as a model for requests in OpenAI's form; None:
+        there are none."""
+        try:
+            self.store.find(name, "sampler_weights", "model")
+        except UserError:
+            return None
+        return ServedModel(name, PathEngine(self.samplers, name), name)
 
     async def _show_sampler(self, request: web.Request) -> web.Response:
         sampler_id = request.match_info["sampler_id"]

@@ -7,13 +7,14 @@ They take turns in the order in which they came, so no weights wait for ever.
 import asyncio
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
 import jax
 
+from jaxtrain.generation.engine import Completion, Likely
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.slots import unstack
 from jaxtrain.models.parameters import split_model
@@ -108,3 +109,29 @@ class Samplers:
 
         base = {path: value for path, value in whole.items() if ADAPTER not in path}
         return base, rebuild, jax.jit(select)
+
+
+class PathEngine:
+    """The engine with the weights of one path, for `serving.Answerer`."""
+
+    def __init__(self, samplers: Samplers, path: str):
+        self.samplers, self.path = samplers, path
+
+    async def generate(self, *args: Any, **options: Any) -> Completion:
+        """Continue a prompt in this path's turn; see LocalEngine.generate."""
+        async with self.samplers.turn(self.path) as engine:
+            return await engine.generate(*args, **options)
+
+    @property
+    def reports_likely(self) -> bool:
+        """True if the most probable tokens of a place can be had."""
+        return self.samplers.engine.reports_likely
+
+    async def score(self, tokens: Sequence[int]) -> tuple[Sequence[float], Sequence[Likely]]:
+        """Return the log-probs of a text; see LocalEngine.score."""
+        async with self.samplers.turn(self.path) as engine:
+            return await engine.score(tokens)
+
+    def load(self) -> tuple[int, int]:
+        """Return the numbers of requests that are drawn, and that wait for a row."""
+        return self.samplers.engine.load()

@@ -10,10 +10,13 @@ import numpy as np
 
 from jaxtrain.config import validate_config
 from jaxtrain.core.roles import ModelSnapshot, Roles
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.environments.endpoint_app import EndpointApp
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.slots import unstack
+from jaxtrain.generation.serving.answerer import Answerer, ServedModel
+from jaxtrain.generation.serving.open_request import ServingFormat
 from jaxtrain.methods.registry import make_task
 from jaxtrain.training_api import wire
 from jaxtrain.training_api.routes import PUBLIC, TrainingApi
@@ -134,7 +137,10 @@ class Server:
         engine = LocalEngine(sampler, self.device)
         self.api = TrainingApi(folder, "toy", base, engine, self.device, "toy")
         self.api.start()
-        self.app = EndpointApp(self.api.routes(), KEY, PUBLIC)
+        form = ServingFormat(load_tokenizer("builtin"), 512, base.longest)
+        served = [ServedModel("toy", engine, "base")]
+        answerer = Answerer(form, served, find_other=self.api.find_served)
+        self.app = EndpointApp([*answerer.routes(), *self.api.routes()], KEY, PUBLIC)
         return await self.app.listen("127.0.0.1", 0)
 
     def stop(self):
@@ -151,7 +157,8 @@ class Server:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=300)
         raw = body if isinstance(body, bytes) else json.dumps(body).encode()
         try:
-            connection.request(method, f"/api/v1/{path}", raw, {"X-API-Key": key})
+            path = path if path.startswith("/") else f"/api/v1/{path}"
+            connection.request(method, path, raw, {"X-API-Key": key})
             answer = connection.getresponse()
             content = answer.read()
         finally:

@@ -170,6 +170,13 @@ def test_samples_have_the_log_probs_that_forward_gives(server):
         (scored,), _ = read_output(server.result(promise))
         np.testing.assert_allclose(logprobs, scored[2:], atol=2e-5)
         np.testing.assert_allclose(prompt[1:], scored[:2], atol=2e-5)
+    body = {"model": saved["path"], "prompt": [5, 6, 7], "max_tokens": 6, "temperature": 0}
+    greedy = {"max_tokens": 6, "temperature": 0}
+    ((tokens, _),), _ = draw(server, session, 2, [5, 6, 7], sampling_params=greedy)
+    (choice,) = server.ask("/v1/completions", {**body, "return_token_ids": True})["choices"]
+    assert choice["token_ids"] == tokens.tolist()
+    status, answer = server.send("/v1/completions", {**body, "model": saved["path"] + "x"})
+    assert status == 404 and "toy is" in answer["error"]["message"].replace("'", "")
     # The snapshot stays what it was; the base is another; a forward pass trains nothing.
     client.step(DATA)
     again, _ = draw(server, session, 1, [5, 6, 7], **options)

@@ -112,11 +112,13 @@ class Answerer:
         *,
         max_waiting: int = 1024,
         log: Callable[[str], None] = print,
+        find_other: Callable[[str], ServedModel | None] = lambda name: None,
     ):
         """models: the first answers requests without a name. max_waiting: requests at once, beyond
         which they are refused with 503. log: receives, once each, names of fields that change
-        nothing."""
+        nothing. find_other: a model by a name that is not among these; None: there is none."""
         self.form, self.log, self.max_waiting = form, log, max_waiting
+        self._find_other = find_other
         self.models = {model.name: model for model in models}
         self._numbers = itertools.count(1)
         self._noted: set[str] = set()
@@ -234,6 +236,8 @@ class Answerer:
         if not isinstance(name, str):
             refuse("model must be a text")
         if name not in self.models:
+            if (other := self._find_other(name)) is not None:
+                return other
             names = ", ".join(map(show, self.models))
             raise RequestRefused(404, f"model {show(name, 60)} is not served; {names} is", "model")
         return self.models[name]
