@@ -30,5 +30,22 @@ class RunStopped(Exception):
         super().__init__(shorten(redact_text(escape_control_chars(str(message)))))
 
 
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is a device's, of memory that it does not have."""
+    # By name: this module does without jax, and verbs without devices do, too.
+    return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
+
+
+def explain_memory(error: BaseException) -> str:
+    """Return a message about an `is_out_of_memory` error: what jax says, and what to do."""
+    cause = shorten(redact_text(escape_control_chars(str(error).strip().partition("\n")[0])), 300)
+    return (
+        f"a device is out of memory ({cause}). In training, data.micro_batch_size = 1,"
+        ' model.remat = "full", optim.moments or an adapter take less, and --dry-run counts it'
+        " (docs/how_to/fit_memory.md). Where answers are drawn, rollout.max_batch and"
+        " sampling.max_new_tokens do"
+    )
+
+
 class Interrupted(Exception):
     """A wait was interrupted by a request to stop the run."""

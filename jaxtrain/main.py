@@ -14,7 +14,7 @@ import jaxtrain
 from jaxtrain import light_transformers, plugins
 from jaxtrain.arguments import HelpPrinted
 from jaxtrain.cli import VERBS
-from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.errors import RunStopped, UserError, explain_memory, is_out_of_memory
 from jaxtrain.text_safety import escape_control_chars, show
 
 
@@ -46,6 +46,11 @@ def main(argv: list[str]) -> int:
         return 2
     except RunStopped as stop:
         print(f"stopped: {stop}", file=sys.stderr)
+        return 1
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        print(f"stopped: {explain_memory(error)}", file=sys.stderr)
         return 1
     except HelpPrinted:
         raise

@@ -2,7 +2,6 @@
 
 import collections
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +9,20 @@ import numpy as np
 
 from jaxtrain.adapters.spec import find_linears
 from jaxtrain.adapters.storage import count_weights, find_stored
-from jaxtrain.batch import Batch
 from jaxtrain.cli.estimate import bytes_per_device, on_one_device, show_estimate
 from jaxtrain.config import Config
 from jaxtrain.core.auxiliary import AuxiliaryModel
 from jaxtrain.core.bundle import ModelBundle, count_microsteps
 from jaxtrain.core.optimizer import build_schedule
 from jaxtrain.core.roles import Roles, open_optimizer
-from jaxtrain.core.session import make_step_noise
+from jaxtrain.core.session import make_step_noise, open_session
 from jaxtrain.core.step import abstract_state, make_step
-from jaxtrain.core.task import Task
+from jaxtrain.core.task import Task, abstract_batch
 from jaxtrain.data.preview import print_pairs
+from jaxtrain.distributed.compile_cache import CompileCounter
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.sharding import count_ways, mesh_axes
+from jaxtrain.errors import UserError
 from jaxtrain.generation.evaluation.problem_sets import read_problems
 from jaxtrain.generation.local.frozen_folder import frozen_shapes
 from jaxtrain.methods.registry import make_task
@@ -36,9 +36,10 @@ from jaxtrain.runs.sinks import find_sink
 GIB = 2.0**30
 
 
-def dry_run(config: Config, on: str | None = None) -> None:
+def dry_run(config: Config, on: str | None = None, compiles: bool = False) -> None:
     """Check data, model and shapes; print parameters, memory per device, packing, a sample, what a
-    step would take. on: on which devices, such as "h200:64", rather than on those here."""
+    step would take. on: on which devices, such as "h200:64", rather than on those here. compiles:
+    also compile the step's programs into the cache on disk."""
     console = SafeConsole()
     if on is not None:
         read_devices(on)
@@ -66,7 +67,36 @@ def dry_run(config: Config, on: str | None = None) -> None:
     task.data.describe(console)
     with jax.set_mesh(task.mesh):
         show_memory(config, task, console, on)
-    console.print("dry run: nothing was allocated, compiled, sampled or written")
+    if compiles:
+        fill_cache(config, task, console)
+    else:
+        console.print("dry run: nothing was allocated, compiled, sampled or written")
+
+
+def fill_cache(config: Config, task: Task, console: SafeConsole) -> None:
+    """Compile the programs of the run's steps, so that the run reads them from the cache on disk;
+    UserError where a run has no such cache or would start servers, or where they need its data."""
+    folder = jax.config.jax_compilation_cache_dir
+    if not folder:
+        raise UserError("--compile: there is no cache on disk; set run.compile_cache to true")
+    if not task.compiles_ahead or task.data.fields.images is not None:
+        raise UserError(
+            f"--compile: shapes of the steps of task.kind {config.task.kind!r} depend on its data;"
+            " their programs are compiled, and kept on disk, as the run starts"
+        )
+    if config.rollout.engine != "local":
+        raise UserError(
+            f"--compile would start the servers of rollout.engine {config.rollout.engine!r}:"
+            ' use rollout.engine="local" here, which has the same steps'
+        )
+    with jax.set_mesh(task.mesh), CompileCounter() as compiled:
+        session = open_session(config, task, lambda line: console.print(line, markup=False))
+        try:
+            session.compile_ahead(compiled, lambda line: console.print(line, markup=False))
+            session.wait_for_programs()
+        finally:
+            session.rounds.close()
+    console.print(f"{compiled.describe()}\nkept in {folder}", markup=False, highlight=False)
 
 
 def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None) -> None:
@@ -159,24 +189,3 @@ def unpacked(bundle: ModelBundle, frozen: Shapes) -> str:
     )
     size = np.dtype(jnp.dtype(bundle.options["dtype"])).itemsize
     return f"{max(layers.values()) * size / ways / GIB:.3f}" if layers else ""
-
-
-def abstract_batch(task: Task, shape: tuple[int, int, int]) -> Batch:
-    """Shapes of one optimizer step's batch [A, B, T], prepared."""
-    fields = task.data.fields
-
-    def of(dtype: Any) -> Any:
-        kind = np.dtype(dtype)
-        return jax.ShapeDtypeStruct((*shape, *kind.shape), kind.base)
-
-    ints = of(jnp.int32)
-    return Batch(
-        tokens=ints,
-        positions=ints,
-        prev=ints,
-        until=ints,
-        weights={name: of(jnp.float32) for name in fields.components},
-        since=ints if fields.since else None,
-        owner=ints,
-        streams={name: of(dtype) for name, dtype in {**fields.streams, **task.prepared}.items()},
-    )

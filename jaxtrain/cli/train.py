@@ -22,10 +22,17 @@ def run_train(argv: list[str]) -> int:
         metavar="DEVICE:COUNT",
         help="with --dry-run: estimate a step on these, such as h200:64",
     )
+    parser.add_argument(
+        "--compile",
+        action="store_true",
+        help="with --dry-run: also compile the step's programs into the cache on disk",
+    )
     parser.add_argument("--print-config", action="store_true", help="print the resolved config")
     args = parser.parse_intermixed_args(argv)
     if args.on and not args.dry_run:
         parser.error("--on goes with --dry-run")
+    if args.compile and (args.on or not args.dry_run):
+        parser.error("--compile goes with --dry-run, for the devices of this machine")
     if args.dry_run or args.print_config:
         config = read_config(args)
     else:
@@ -36,7 +43,7 @@ def run_train(argv: list[str]) -> int:
     settle_before_jax(config)
     from jaxtrain.cli.dry_run import dry_run
 
-    dry_run(config, args.on)
+    dry_run(config, args.on, compiles=args.compile)
     return 0
 
 

@@ -178,7 +178,8 @@ class LogConfig(Section):
     """Seconds between lines of <output_dir>/hardware/HOST.jsonl: use, memory, temperature and power
     of accelerators, memory, disk; 0: none. `jaxtrain watch` shows them."""
     profile_start: int | None = Field(None, ge=1)
-    """First step of a jax.profiler trace, written to <output_dir>/profile."""
+    """First step of a jax.profiler trace, written to <output_dir>/profile, with what holds the
+    devices' memory behind the last one (memory-0.prof, for pprof)."""
     profile_steps: int = Field(3, ge=1)
     """Number of steps that the trace covers."""
     peak_tflops: float | None = Field(None, gt=0)

@@ -18,7 +18,7 @@ from jaxtrain.core.session import Session
 from jaxtrain.core.task import Task
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.distributed.processes import peers
-from jaxtrain.errors import Interrupted, UserError
+from jaxtrain.errors import Interrupted, UserError, is_out_of_memory
 
 
 def train(
@@ -51,6 +51,11 @@ def train_rounds(run: Run) -> None:
             hooks.on_round_end(before)
         hooks.on_end()
     except plugins.FAILURES as error:  # any error: what was trained before it must not be lost
+        if is_out_of_memory(error):
+            from jaxtrain.runs.profile import save_memory
+
+            # Before the rescue below: who holds the memory now.
+            run.sinks.log(save_memory(session.folder))
         hooks.on_error(error)
         raise
 

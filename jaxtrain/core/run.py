@@ -100,6 +100,9 @@ def open_run(
             answers = None if open_answers is None else open_answers(session, sinks.log)
             if answers is not None:
                 stack.callback(answers.close)
+        if jax.process_count() == 1:
+            session.compile_ahead(compiled, sinks.log)
+            stack.callback(session.wait_for_programs)
         with watchdog.phase("reading the weights"):
             start_state(session, checkpoints)
         # What was written after the checkpoint comes again.
@@ -182,6 +185,7 @@ def describe_programs(session: Session) -> str:
     return (
         f"{len(lengths)} step program{'s' * (len(lengths) > 1)}: {rows} rows of {shown} tokens,"
         " however many microsteps a step has"
+        f"{', compiling beside the start' if session.compiles else ''}"
     )
 
 

@@ -2,6 +2,7 @@
 
 import functools
 import math
+import threading
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -11,10 +12,12 @@ from typing import Any
 
 import jax
 
+from jaxtrain import plugins
+from jaxtrain.batch import Batch
 from jaxtrain.config import Config
 from jaxtrain.config.model import ModelConfig, OptimConfig
 from jaxtrain.config.policies import list_trained
-from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.bundle import ModelBundle, count_microsteps
 from jaxtrain.core.losses.balance import Balance, move_biases, with_balance
 from jaxtrain.core.optimizer import build_schedule
 from jaxtrain.core.roles import ModelSnapshot, Roles, open_optimizer
@@ -27,7 +30,9 @@ from jaxtrain.core.step import (
     make_eval,
     make_step,
 )
-from jaxtrain.core.task import Round, Rounds, Task
+from jaxtrain.core.task import Round, Rounds, Task, abstract_batch
+from jaxtrain.distributed.compile_cache import CompileCounter
+from jaxtrain.distributed.feed import place_of, row_shards
 from jaxtrain.distributed.processes import stop_requested
 from jaxtrain.errors import UserError
 from jaxtrain.layers.noise import RowNoise
@@ -77,6 +82,7 @@ class Session:
 
     def __post_init__(self) -> None:
         self.scorer = Scorer(self.snapshot, impl=self.config.model.logp)
+        self._ahead: threading.Thread | None = None
 
     @property
     def row_lengths(self) -> list[int]:
@@ -120,6 +126,7 @@ class Session:
     def update(self, batch: Any) -> Any:
         """Run one optimizer step on a host batch and return its step.StepOutput, which the devices
         may still be computing."""
+        self.wait_for_programs()
         # The call donates the old state: the arrays of an earlier snapshot are gone. `fine` stays
         # on the device, so a step behind one that was not finite changes nothing although nobody
         # has read that yet.
@@ -128,6 +135,58 @@ class Session:
         self.updates[self.policy] += 1
         self.fine = output.finite
         return output
+
+    def compile_ahead(self, compiling: CompileCounter, log: Callable[[str], None]) -> None:
+        """Begin to compile the step's programs in a thread, the longest rows first; `update` waits
+        for it. A program that the run then does not need costs the time alone.
+
+        An error is logged and ends the thread: the step compiles what is missing, and raises it."""
+        if not self.task.compiles_ahead or self.task.data.fields.images is not None:
+            return
+        microsteps = count_microsteps(self.config, self.bundle.mesh)
+        fine = jax.ShapeDtypeStruct((), bool, sharding=self.state.step.sharding)
+        # Shapes now; `start_state` puts arrays in their places meanwhile.
+        state, frozen = self.state, self.frozen
+
+        def compile_all() -> None:
+            compiling.ahead.add(threading.get_ident())
+            with jax.set_mesh(self.task.mesh):
+                for length in reversed(self.row_lengths):
+                    if not self.ended:
+                        batch = self.batch_shapes(length)
+                        self.run_step.compile(state, batch, frozen, fine, microsteps)
+
+        def log_failure() -> None:
+            try:
+                compile_all()
+            except plugins.FAILURES as error:
+                log(f"note: compiling ahead ended by {type(error).__name__}: {error}")
+
+        self._ahead = threading.Thread(target=log_failure, name="compiling ahead")
+        self._ahead.start()
+
+    @property
+    def compiles(self) -> bool:
+        """Whether programs compile ahead."""
+        return self._ahead is not None
+
+    def batch_shapes(self, length: int) -> Batch:
+        """Return the shapes of a microstep [1, B, T], prepared and placed as the step gets it."""
+        mesh = self.bundle.mesh
+        rows = self.config.data.micro_batch_size * row_shards(mesh)
+        return jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(
+                x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=place_of(x.shape, mesh)
+            ),
+            abstract_batch(self.task, (1, rows, length)),
+        )
+
+    def wait_for_programs(self) -> None:
+        """Wait until nothing compiles ahead."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None:
+            with self.phase("compiling"):
+                ahead.join()
 
     def mix(self, role: str, share: float) -> None:
         """Mix `share` of the trained parameters into a role that is a moving copy."""

@@ -18,6 +18,8 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+import jax
+import numpy as np
 from rich.console import Console
 
 from jaxtrain.batch import Batch
@@ -213,6 +215,10 @@ class Task:
     prepared: Mapping[str, Any] = field(default_factory=dict)
     """Dtypes of the streams that `prepare` adds to those of data.fields; np.dtype((kind, (n,))) is
     a vector of n a token."""
+    trained_streams: tuple[str, ...] | None = None
+    """Streams that `prepare` leaves for the step; None: all."""
+    compiles_ahead: bool = False
+    """Whether `abstract_batch` has exactly the fields of every batch that the step gets."""
     prepared_length: Callable[[int], int] = keep_length
     """Map the length of a row of data to its length after `prepare`."""
     varying_microsteps: bool = False
@@ -238,6 +244,32 @@ class Task:
     def mesh(self) -> Any:
         """The devices that train."""
         return next(role.bundle.mesh for role in self.roles.values() if role.weights == "trained")
+
+
+def abstract_batch(task: Task, shape: tuple[int, int, int]) -> Batch:
+    """Return the shapes of a batch [A, B, T] as the step gets it, prepared."""
+    fields = task.data.fields
+
+    def array(dtype: Any) -> Any:
+        kind = np.dtype(dtype)
+        return jax.ShapeDtypeStruct((*shape, *kind.shape), kind.base)
+
+    streams = {**fields.streams, **task.prepared}
+    ints = array(np.int32)
+    return Batch(
+        tokens=ints,
+        positions=ints,
+        prev=ints,
+        until=ints,
+        weights={name: array(fields.dtype) for name in fields.components},
+        since=ints if fields.since else None,
+        owner=ints,
+        streams={
+            name: array(dtype)
+            for name, dtype in streams.items()
+            if task.trained_streams is None or name in task.trained_streams
+        },
+    )
 
 
 class Method(Protocol):

@@ -1,4 +1,4 @@
-"""A jax.profiler trace over a window of steps."""
+"""A jax.profiler trace over a window of steps, and profiles of the devices' memory."""
 
 from pathlib import Path
 from typing import Any
@@ -39,4 +39,17 @@ class ProfileWindow:
     def _finish(self, state: Any) -> None:
         jax.block_until_ready(state)
         jax.profiler.stop_trace()
+        save_memory(self.folder)
         self.tracing = False
+
+
+def save_memory(folder: Path) -> str:
+    """Write `folder`/memory-N.prof of process N, in pprof's format: which lines of Python hold how
+    much of the devices' memory. Returns a line for the log; never raises, as after an error."""
+    path = folder / f"memory-{jax.process_index()}.prof"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        jax.profiler.save_device_memory_profile(str(path))
+    except (OSError, RuntimeError) as error:  # the device or the disk may be what failed
+        return f"warning: no memory profile was written: {str(error).partition(chr(10))[0][:200]}"
+    return f"{path}: what holds the devices' memory (to look at: go tool pprof -top {path.name})"

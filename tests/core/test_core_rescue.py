@@ -3,6 +3,7 @@ the run that was never stopped."""
 
 import json
 
+import jax
 import numpy as np
 import pytest
 from test_methods_rl import read_params
@@ -108,6 +109,20 @@ def test_any_error_after_a_step_saves_first(sft, whole, tmp_path, monkeypatch, c
     assert "step 3 is saved; the same command goes on from there" in capsys.readouterr().out
     assert train(sft, folder) == 0
     assert_same(folder, whole)
+
+
+def test_memory_that_runs_out_is_explained(sft, tmp_path, monkeypatch, capsys):
+    """The trained steps are saved, and a profile shows what held the memory."""
+    error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nat")
+    monkeypatch.setattr(Session, "update", after(2, error, Session.update))
+    assert train(sft, tmp_path / "run") == 1
+    printed = capsys.readouterr()
+    profile = tmp_path / "run" / "memory-0.prof"
+    assert profile.read_bytes()[:2] == b"\x1f\x8b", "pprof's form is compressed"
+    assert f"{profile}: what holds the devices' memory" in printed.out
+    assert "step 2 is saved" in printed.out
+    assert "stopped: a device is out of memory (RESOURCE_EXHAUSTED: Out of memory" in printed.err
+    assert "data.micro_batch_size = 1" in printed.err and "Traceback" not in printed.err
 
 
 @pytest.mark.slow

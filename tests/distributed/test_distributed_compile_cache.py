@@ -17,8 +17,6 @@ from jaxtrain.distributed.compile_cache import CompileCounter, keep_compiled
 
 ROOT = Path(__file__).parents[2]
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture
 def accelerator(monkeypatch, tmp_path):
@@ -108,12 +106,12 @@ group_size = 4
 """
 
 
-def count_programs(config, output, cache) -> tuple[int, int]:
+def count_programs(config, output, cache, *options) -> tuple[int, int]:
     """Run a config in a process of its own; (programs, those of them read from the cache)."""
     env = {**os.environ, "XDG_CACHE_HOME": str(cache), "XLA_FLAGS": ""}
     for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
         env.pop(name, None)
-    words = ["--config", str(config), f"run.output_dir={output}"]
+    words = ["--config", str(config), f"run.output_dir={output}", *options]
     command = [sys.executable, "-c", COUNT, *words]
     done = subprocess.run(command, env=env, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -122,10 +120,8 @@ def count_programs(config, output, cache) -> tuple[int, int]:
     return int(requests), int(hits)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize("table", [SFT, RL], ids=["sft", "grpo"])
-def test_the_same_command_again_compiles_nothing(table, tmp_path):
-    """In another process, with another folder for its output."""
+def write_config(tmp_path, table):
+    """Write a config of three steps, and its rows."""
     config = tmp_path / "config.toml"
     run = "[run]\nmax_steps = 3\n[data]\nsequence_len = 64\nmicro_batch_size = 2\n"
     rows = tmp_path / "rows.jsonl"
@@ -135,7 +131,35 @@ def test_the_same_command_again_compiles_nothing(table, tmp_path):
             turns = [{"role": "user", "content": f"{number} + 1"}, answer]
             file.write(json.dumps({"messages": turns}) + "\n")
     config.write_text(f"{MODEL}\n{run}{table}".replace("ROWS", str(rows)))
+    return config
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("table", [SFT, RL], ids=["sft", "grpo"])
+def test_the_same_command_again_compiles_nothing(table, tmp_path):
+    """In another process, with another folder for its output."""
+    config = write_config(tmp_path, table)
     first, read_at_first = count_programs(config, tmp_path / "one", tmp_path / "cache")
     again, read_again = count_programs(config, tmp_path / "two", tmp_path / "cache")
     assert first > read_at_first >= 0 and again == first
     assert read_again == again
+
+
+@pytest.mark.parametrize(
+    "table",
+    [pytest.param(SFT, marks=pytest.mark.slow), pytest.param(RL, marks=pytest.mark.thorough)],
+    ids=["sft", "grpo"],
+)
+def test_a_run_finds_what_a_dry_run_compiled(table, tmp_path):
+    config, cache = write_config(tmp_path, table), tmp_path / "cache"
+
+    def list_steps():
+        names = ("_single_step", "add_micro", "update", "zeros")
+        return {p.name for name in names for p in cache.rglob(f"jit_{name}-*-cache")}
+
+    count_programs(config, tmp_path / "run", cache, "--dry-run", "--compile")
+    assert not (tmp_path / "run").exists()
+    compiled = list_steps()
+    assert len(compiled) == (1 if table == SFT else 3)
+    _, read = count_programs(config, tmp_path / "run", cache)
+    assert list_steps() == compiled and read >= len(compiled)

@@ -183,4 +183,5 @@ def test_profile_window_covers_its_steps(tmp_path, start, traced):
             state = state + 1
             seen += [step] if window.tracing else []
     assert seen == traced
-    assert bool(list(tmp_path.rglob("*.xplane.pb"))) == bool(traced)
+    for written in ("*.xplane.pb", "memory-0.prof"):
+        assert bool(list(tmp_path.rglob(written))) == bool(traced)

@@ -94,6 +94,7 @@ def make(config: Config) -> Task:
     return Task(
         roles=roles,
         loss=of_policy(loss),
+        compiles_ahead=True,
         coef=preference_coef(task),
         data=data,
         prepare=PreferencePreparation(task, config, data, reference),

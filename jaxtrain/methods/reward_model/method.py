@@ -73,6 +73,7 @@ def make(config: Config) -> Task:
     return Task(
         roles={POLICY: Role(bundle)},
         loss=of_policy(loss),
+        compiles_ahead=True,
         coef={PREFERENCE if task.labels == "pairs" else STEP: 1.0},
         data=_open(config, bundle.tokenizer, describe_start(bundle)),
         prepare=count_labels,

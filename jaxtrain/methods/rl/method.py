@@ -102,9 +102,18 @@ def make(config: Config) -> Task:
         coef=rl_coef(task),
         data=data,
         prepare=PolicyPreparation(task, config, data, tuple(judges)),
+        trained_streams=list_streams(task, config),
+        compiles_ahead=True,
         varying_microsteps=True,
         after_round=mixing(kind, task.reference_every, task.reference_alpha),
     )
+
+
+def list_streams(task: PolicyTask, config: Config) -> tuple[str, ...]:
+    """Return the streams that the loss reads, the last one where there are routing records."""
+    old = takes_sampled_logp(task, config) or scores_policy(task, config)
+    names = ("old_logp",) * old + ("ref_logp",) * ("kl" in rl_coef(task))
+    return ("advantage", "sampler_logp", *names, ROUTED)
 
 
 def rl_coef(task: PolicyTask) -> dict[str, float]:
@@ -242,6 +251,7 @@ class PolicyPreparation:
         self.exact = reuses_sampled_logp(config)
         """Whether the sampler's log-probs stand for the policy's wherever these are needed."""
         self.updates = task.num_minibatches * task.num_iterations
+        self.trained_streams = list_streams(task, config)
         self._compared: set[str] = set()
         """Policies of which a round was compared since the start."""
 
@@ -321,14 +331,13 @@ class PolicyPreparation:
             metrics |= changed_metrics
         if task.objective == "m2po_mask":
             filled, metrics["m2/masked_share"] = self.mask(filled)
-        names = ["advantage", "sampler_logp"]
-        if self.scores_policy or self.from_sampler:
-            names.append("old_logp")
-        if "kl" in rl_coef(task):
-            names.append("ref_logp")
-        if filled and ROUTED in filled[0].streams:
-            names.append(ROUTED)
-        parts = [(b.weights, {name: b.streams[name] for name in names}) for b in filled]
+        parts = [
+            (
+                b.weights,
+                {name: b.streams[name] for name in self.trained_streams if name in b.streams},
+            )
+            for b in filled
+        ]
         return parts, metrics
 
     def compare(self, batches: list[Batch]) -> dict[str, float]:

@@ -42,6 +42,7 @@ def make(config: Config) -> Task:
     return Task(
         roles={POLICY: Role(bundle)},
         loss=of_policy(partial(nll_loss, impl=config.model.logp)),
+        compiles_ahead=True,
         coef={"nll": 1.0},
         data=_open(config, bundle.tokenizer, follows=follows),
     )

@@ -35,6 +35,7 @@ def make(config: Config) -> Task:
     return Task(
         roles={POLICY: Role(bundle)},
         loss=of_policy(partial(nll_loss, impl=config.model.logp)),
+        compiles_ahead=True,
         coef={"nll": 1.0},
         data=open_data(config, bundle.tokenizer),
         varying_microsteps=task.units_per_step is not None,
