@@ -76,7 +76,7 @@ def dry_run(config: Config, on: str | None = None, compiles: bool = False) -> No
 def fill_cache(config: Config, task: Task, console: SafeConsole) -> None:
     """Compile the programs of the run's steps, so that the run reads them from the cache on disk;
     UserError where a run has no such cache or would start servers, or where they need its data."""
-    folder = jax.config.jax_compilation_cache_dir
+    folder = getattr(jax.config, "jax_compilation_cache_dir", None)
     if not folder:
         raise UserError("--compile: there is no cache on disk; set run.compile_cache to true")
     if not task.compiles_ahead or task.data.fields.images is not None:

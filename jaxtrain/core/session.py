@@ -174,12 +174,17 @@ class Session:
         """Return the shapes of a microstep [1, B, T], prepared and placed as the step gets it."""
         mesh = self.bundle.mesh
         rows = self.config.data.micro_batch_size * row_shards(mesh)
-        return jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(
-                x.shape, jax.dtypes.canonicalize_dtype(x.dtype), sharding=place_of(x.shape, mesh)
-            ),
-            abstract_batch(self.task, (1, rows, length)),
-        )
+
+        def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+            sharding: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(
+                mesh.devices.flat[0]
+            )
+            if mesh.size > 1:
+                sharding = place_of(x.shape, mesh)
+            dtype = jax.dtypes.canonicalize_dtype(x.dtype)
+            return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
+
+        return jax.tree.map(place, abstract_batch(self.task, (1, rows, length)))
 
     def wait_for_programs(self) -> None:
         """Wait until nothing compiles ahead."""

@@ -51,11 +51,9 @@ def put_rows(x: Any, mesh: Mesh | None = None) -> jax.Array:
     return put(x, mesh, NamedSharding(mesh, PartitionSpec(None, RULES["rows"])))
 
 
-def place_of(shape: tuple[int, ...], mesh: Mesh) -> jax.sharding.Sharding:
+def place_of(shape: tuple[int, ...], mesh: Mesh) -> NamedSharding:
     """Return the sharding of a batch's array, [A, B, T, ...] or a denominator; UserError if rows or
     tokens do not divide."""
-    if mesh.size == 1:
-        return jax.sharding.SingleDeviceSharding(mesh.devices.item())
     if len(shape) < 3:
         return NamedSharding(mesh, PartitionSpec())
     check_divides(shape[1], shape[2], mesh)
