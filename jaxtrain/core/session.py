@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxtrain import plugins
 from jaxtrain.batch import Batch
@@ -25,6 +26,7 @@ from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.step import (
     State,
     StepNoise,
+    TrainStep,
     abstract_state,
     init_state,
     make_eval,
@@ -154,7 +156,7 @@ class Session:
                 for length in reversed(self.row_lengths):
                     if not self.ended:
                         batch = self.batch_shapes(length)
-                        self.run_step.compile(state, batch, frozen, fine, microsteps)
+                        compile_step(self.run_step, state, batch, frozen, fine, microsteps)
 
         def log_failure() -> None:
             try:
@@ -207,6 +209,32 @@ class Session:
     def stop_requested(self) -> bool:
         """Return whether a signal, here or elsewhere, asks for the end of the run."""
         return bool(self.signals and self.signals.stop) or bool(stop_requested())
+
+
+def compile_step(
+    step: TrainStep, state: State, batch: Batch, frozen: Params, fine: Any, count: int
+) -> None:
+    """Compile what steps of `count` microsteps need, from shapes alone; their first call then
+    compiles nothing. batch: shapes of a microstep [1, B, T], placed as `feed` does."""
+    if count == 1 and step.prefers_single:
+        step.single.lower(state, batch, frozen, fine).compile()
+        return
+    # A place that differs, be it by its kind alone, makes another program.
+    place = batch.tokens.sharding
+    if isinstance(place, jax.sharding.NamedSharding):
+        place = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
+    denom = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=place)
+    batch = batch._replace(denoms=dict.fromkeys(step.backward.coef, denom))
+    arguments = state.params, {**frozen, **state.copies}, batch, state.step
+    start, add_micro = step.backward.open(*arguments)
+    compiled = start.lower().compile()
+    sums = jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
+        jax.eval_shape(start),
+        compiled.output_shardings,
+    )
+    add_micro.lower(sums, *arguments).compile()
+    step.update.lower(state, sums, fine).compile()
 
 
 def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Session:

@@ -390,29 +390,6 @@ class TrainStep:
         state, output = self.update(state, sums, fine)
         return state, output._replace(micro_loss=tuple(totals))
 
-    def compile(self, state: State, batch: Batch, frozen: Params, fine: Any, count: int) -> None:
-        """Compile what steps of `count` microsteps need, from shapes alone; their first call then
-        compiles nothing. batch: shapes of a microstep [1, B, T], placed as `feed` does."""
-        if count == 1 and self.prefers_single:
-            self.single.lower(state, batch, frozen, fine).compile()
-            return
-        # A place that differs, be it by its kind alone, makes another program.
-        place = batch.tokens.sharding
-        if isinstance(place, jax.sharding.NamedSharding):
-            place = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
-        denom = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=place)
-        batch = batch._replace(denoms=dict.fromkeys(self.backward.coef, denom))
-        arguments = state.params, {**frozen, **state.copies}, batch, state.step
-        start, add_micro = self.backward.open(*arguments)
-        compiled = start.lower().compile()
-        sums = jax.tree.map(
-            lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding),
-            jax.eval_shape(start),
-            compiled.output_shardings,
-        )
-        add_micro.lower(sums, *arguments).compile()
-        self.update.lower(state, sums, fine).compile()
-
 
 def take_micro(batch: Batch, index: int) -> Batch:
     """Return one microstep [1, B, T] of a batch [A, B, T]."""
