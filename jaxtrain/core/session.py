@@ -55,7 +55,7 @@ class Session:
     rounds: Rounds
     optimizer: Any
     schedule: Callable[[int], Any]
-    run_step: Callable[..., tuple[State, Any]]
+    run_step: TrainStep
     run_eval: Callable
     state: State
     """Shapes until `start_state` has filled it."""
