@@ -14,6 +14,7 @@ docs/api.md has examples.
 import functools
 import os
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -26,6 +27,7 @@ from jaxtrain.core.scorer import make_logp, make_scores
 from jaxtrain.data.chat.template import encode, end_of_turn_ids
 from jaxtrain.data.packing.branches import TreeBranch, list_branches
 from jaxtrain.data.packing.pack import (
+    BARE,
     MIN_SCORING_ROW,
     SCORING_ROW,
     PackedTree,
@@ -37,7 +39,7 @@ from jaxtrain.distributed.feed import feed, row_shards, to_host
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion
 from jaxtrain.generation.local.draft_model import open_draft
-from jaxtrain.generation.local.requests import Requests
+from jaxtrain.generation.local.requests import Requests, open_sampling_packer
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.speculation import DraftedModel
 from jaxtrain.methods.reopen import load_newer, open_trained
@@ -94,6 +96,8 @@ class Model:
                 f" target, {self.config.model.path}, and {self.name}/model as --draft"
             )
         self.mesh, self.tokenizer = bundle.mesh, bundle.tokenizer
+        self.packer = open_sampling_packer(self.tokenizer)
+        """Makes patches of images; None for a model that reads none."""
         self.vocab_size: int = bundle.architecture.vocab_size
         self.max_len: int = bundle.architecture.longest
         """Tokens of the longest text."""
@@ -240,9 +244,11 @@ class Model:
         scored: list[Any] = [None] * len(trees)
         params, rows = self.snapshot.params(), rows * row_shards(self.mesh)
         shares = self.snapshot.model().follows_trees
+        pictured = any(tree.images is not None for tree in trees)
+        fields = replace(BARE, images=self.packer) if pictured else BARE
         with jax.set_mesh(self.mesh):
             for batch, spans in pack_for_scoring(
-                trees, rows=rows, share_rows=shares, row_tokens=row_tokens
+                trees, rows=rows, share_rows=shares, row_tokens=row_tokens, fields=fields
             ):
                 output = score(params, feed(batch, self.mesh))
                 host = jax.tree.map(lambda value: np.asarray(to_host(value))[0], output)

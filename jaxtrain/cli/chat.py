@@ -6,8 +6,10 @@ line ─> messages ─┬─ model or run: sampler of this process ─┬─> pi
 
 import argparse
 import asyncio
+import base64
 import contextlib
 import json
+import mimetypes
 import os
 import sys
 from collections.abc import AsyncGenerator, Mapping
@@ -21,6 +23,7 @@ from jaxtrain.text_safety import escape_control_chars, split_login
 
 COMMANDS = """/system TEXT   begin anew with this system message
 /reset         begin anew
+/image FILE    a picture before the next message; may be repeated
 /save FILE     append the conversation to a JSONL file, a row that trains
 /exit          end"""
 KEY_VARIABLES = ("JAXTRAIN_API_KEY", "OPENAI_API_KEY")
@@ -198,12 +201,34 @@ class Conversation:
     def begin(self, system: str | None) -> None:
         """Begin anew."""
         self.system = system
-        self.messages = [{"role": "system", "content": system}] if system else []
+        self.messages: list[dict[str, Any]] = []
+        if system:
+            self.messages.append({"role": "system", "content": system})
+        self.pictures: list[dict[str, Any]] = []
+        """Parts that the next message begins with."""
+
+    def add_picture(self, path: Path) -> None:
+        """Put a picture before the next message; UserError for one that cannot be read."""
+        from jaxtrain.data.chat.messages import MalformedRow
+        from jaxtrain.data.images.decode import measure, read_file
+
+        try:
+            data = read_file(path)
+            width, height = measure(data)
+        except MalformedRow as error:
+            raise UserError(f"/image {path}: {error}") from None
+        kind = mimetypes.guess_type(path)[0] or "image/png"
+        url = f"data:{kind};base64,{base64.b64encode(data).decode()}"
+        self.pictures.append({"type": "image_url", "image_url": {"url": url}})
+        print(f"{width} x {height} pixels", file=sys.stderr)
 
     async def say(self, text: str) -> None:
         """Print the answer to a message as it comes. An answer that is interrupted stays as far as
         it came; of one that fails the message is taken back."""
-        self.messages.append({"role": "user", "content": text})
+        content: Any = text
+        if self.pictures:
+            content, self.pictures = [*self.pictures, {"type": "text", "text": text}], []
+        self.messages.append({"role": "user", "content": content})
         pieces: list[str] = []
         try:
             async with contextlib.aclosing(self.speaker.answer(self.messages)) as chunks:
@@ -256,6 +281,10 @@ def talk(conversation: Conversation, runner: asyncio.Runner) -> None:
                     conversation.begin(conversation.system)
                 case "/system":
                     conversation.begin(rest.strip() or None)
+                case "/image":
+                    if not rest.strip():
+                        raise UserError("/image FILE: name a file")
+                    conversation.add_picture(expand_path(rest.strip()))
                 case "/save":
                     if not rest.strip():
                         raise UserError("/save FILE: name a file")

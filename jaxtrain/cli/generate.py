@@ -7,6 +7,7 @@ import json
 import os
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +43,13 @@ def run_generate(argv: list[str]) -> None:
         help="sampling.key=value and the like; dataset.key=value for --input",
     )
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
+    parser.add_argument(
+        "--image",
+        action="append",
+        default=[],
+        type=os.path.expanduser,
+        help="picture that the one --prompt asks about; may be given several times",
+    )
     parser.add_argument(
         "--input",
         type=os.path.expanduser,
@@ -89,6 +97,7 @@ def generate_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
     from jaxtrain.cli.answer_file import AnswerFile
     from jaxtrain.cli.play import ENV_KEYS, AnswerWriter
+    from jaxtrain.cli.prompt_images import holds_images, open_readers
     from jaxtrain.distributed.compile_cache import CompileCounter
     from jaxtrain.runs.progress import ProgressTicker
     from jaxtrain.runs.run_files import require_writable
@@ -113,11 +122,17 @@ def generate_command(args: argparse.Namespace) -> None:
     rows, dataset = list_rows(args, words)
     if args.output and args.env:
         require_writable(args.output, args.overwrite)
-    requests = [read_request(row, origin, args, dataset) for row, origin in rows if not args.env]
+    read = partial(read_request, args=args, dataset=dataset)
+    # Images have the format of the model; what is wrong with texts is found before it is loaded.
+    pictured = [not args.env and holds_images(row) for row, _ in rows]
+    requests = [
+        {} if wait or args.env else read(row, origin)
+        for (row, origin), wait in zip(rows, pictured, strict=True)
+    ]
     raw = args.raw or args.ids
     file = None
     if args.output and not args.env:
-        names = ("model", "overrides", "raw", "ids", "system", "draft", "messages")
+        names = ("model", "overrides", "raw", "ids", "system", "draft", "messages", "image")
         file = AnswerFile(
             args.output,
             [row for row, _ in rows],
@@ -128,12 +143,20 @@ def generate_command(args: argparse.Namespace) -> None:
     with CompileCounter() as compiled, ProgressTicker(compiled) as progress:
         with progress.phase("reading the weights"):
             writer = AnswerWriter(args.model, args.overrides, raw, args.draft, acts=args.env)
+        readers = open_readers(args.input, dataset, writer.tokenizer)
+        for index in (index for index, wait in enumerate(pictured) if wait):
+            row, origin = rows[index]
+            requests[index] = read(row, origin, images=readers[index < len(args.prompt)])
         if rows and not args.env:
             answer_requests(args, writer, requests, file, progress)
             if file is not None:
                 print(progress.describe_times(), compiled.describe(), sep="\n", file=sys.stderr)
         elif rows:
-            played = [env_row(row, origin) for row, origin in rows]
+            images = [readers[index < len(args.prompt)] for index in range(len(rows))]
+            played = [
+                env_row(row, origin, reader)
+                for (row, origin), reader in zip(rows, images, strict=True)
+            ]
             with progress.phase("playing"):
                 episodes = writer.play(played)
             write_records(args, played, list(map(describe_episode, episodes)))
@@ -155,6 +178,9 @@ def answer_requests(
     progress: Progress,
 ) -> None:
     """Answer ids, texts or conversations: into the file, each as it ends, or to people."""
+    from jaxtrain.cli.prompt_images import find_images, write_image
+    from jaxtrain.data.chat.rows import IMAGES
+
     columns = (
         [request.get(key) for request in requests]
         for key in ("prompt", "tools", "chat_template_kwargs")
@@ -167,6 +193,7 @@ def answer_requests(
     else:
         with progress.phase("tokenizing"):
             tokens = writer.tokenize(*columns)
+    placed = [find_images(*pair) for pair in zip(requests, tokens, strict=True)]
     pending = range(len(requests)) if file is None else file.pending
     if file is not None and file.answers:
         print(f"{len(file.answers)} answers are in {file.part}; {len(pending)} are left")
@@ -177,8 +204,12 @@ def answer_requests(
             return {**keys, "finish_reason": answer.finish_reason}
         text = writer.decode(answer)
         if args.messages:
-            message = {"role": "assistant", "content": text}
-            return {"messages": [*requests[index]["prompt"], message]}
+            prompt, images = requests[index]["prompt"], requests[index]["images"]
+            taken = {}
+            if placed[index] is not None:
+                prompt = images.to_parts(prompt, write_image)
+                taken = {name: None for name in IMAGES if name in requests[index]["row"]}
+            return {**taken, "messages": [*prompt, {"role": "assistant", "content": text}]}
         return {"completion": text}
 
     ended, drawn, began = 0, 0, time.monotonic()
@@ -197,7 +228,8 @@ def answer_requests(
     prompts = [tokens[index] for index in pending]
     writer.sampler.phase = progress.phase
     with progress.phase("answering", count):
-        answers = writer.complete(prompts, draws=list(pending), on_end=write) if prompts else []
+        options = {"draws": list(pending), "images": [placed[index] for index in pending]}
+        answers = writer.complete(prompts, on_end=write, **options) if prompts else []
     if file is not None:
         with progress.phase("writing"):
             file.finish()
@@ -226,13 +258,17 @@ def write_records(
         print(escape_control_chars(text))
 
 
-def env_row(row: dict[str, Any], origin: str = "") -> dict[str, Any]:
-    """Return a row in the form that environments need: with messages in place of a plain prompt."""
+def env_row(row: dict[str, Any], origin: str = "", images: Any = None) -> dict[str, Any]:
+    """Return a row in the form that environments need: with messages in place of a plain prompt.
+    images: reader of its images; None refuses them."""
     from jaxtrain.data.chat.messages import MalformedRow
     from jaxtrain.data.chat.rows import Row, normalize_row
+    from jaxtrain.data.chat.tokenize import open_row_images
 
     try:
-        row = normalize_row(Row(row))
+        columns = Row(row)
+        columns.images = open_row_images(images, origin)
+        row = normalize_row(columns)
     except MalformedRow as error:
         raise UserError(error.describe(origin)) from None
     text = row.get("prompt")
@@ -271,6 +307,13 @@ def list_rows(
         rows = [parse_line(text, f"--prompt {text!r:.60}") for text in args.prompt]
     else:
         rows = [({"prompt": text}, f"--prompt {text!r}") for text in args.prompt]
+    if args.image:
+        if len(rows) != 1 or args.raw or args.ids:
+            raise UserError(
+                "generate: --image is for one --prompt, without --raw and --ids; rows of --input"
+                " name their images"
+            )
+        rows[0][0]["images"] = [os.path.abspath(path) for path in args.image]
     if words and not args.input:
         raise UserError(f"generate: {words[0].partition('=')[0]} has no effect without --input")
     if args.input and (words or Path(args.input).suffix != ".jsonl" or "://" in args.input):
@@ -336,18 +379,27 @@ def parse_line(line: str, origin: str) -> tuple[dict[str, Any], str]:
 
 
 def read_request(
-    row: dict[str, Any], origin: str, args: argparse.Namespace, dataset: DatasetConfig | None
+    row: dict[str, Any],
+    origin: str,
+    args: argparse.Namespace,
+    dataset: DatasetConfig | None,
+    images: Any = None,
 ) -> dict[str, Any]:
-    """Read one prompt: ids, text for --raw, else messages that end before the assistant speaks."""
+    """Read one prompt: ids, text for --raw, else messages that end before the assistant speaks.
+    images: reader of its images; None refuses them."""
     from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow
     from jaxtrain.data.chat.rows import Row, read_prompt
+    from jaxtrain.data.chat.tokenize import open_row_images
+    from jaxtrain.data.images.markers import show_pictures
 
     if args.ids:
         if not isinstance(row.get("prompt_ids"), list):
             raise UserError(f"{origin}: --ids needs a list of token ids in the key prompt_ids")
         return {"row": row, "prompt": row["prompt_ids"], "shown": f"{origin}: prompt_ids"}
     try:
-        prompt = read_prompt(Row(row, **dataset.reading) if dataset else Row(row))
+        columns = Row(row, **dataset.reading) if dataset else Row(row)
+        columns.images = open_row_images(images, origin)
+        prompt = read_prompt(columns)
     except MalformedRow as error:
         raise UserError(error.describe(origin)) from None
     if args.raw:
@@ -369,7 +421,8 @@ def read_request(
         "prompt": messages,
         "tools": prompt.tools,
         "chat_template_kwargs": keywords or None,
-        "shown": messages[-1]["content"],
+        "shown": show_pictures(messages[-1]["content"]),
+        "images": prompt.images,
     }
 
 

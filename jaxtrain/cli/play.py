@@ -170,7 +170,8 @@ class AnswerWriter:
         return decode_answer(self.tokenizer, answer.tokens, self.raw)
 
     def complete(self, tokens: list[list[int]], **options: Any) -> list[Completion]:
-        """Answers to prompts of ids, side by side; options: draws and on_end of the sampler."""
+        """Answers to prompts of ids, side by side; options: draws, on_end and images of the
+        sampler."""
         empty = next((index for index, ids in enumerate(tokens) if not ids), None)
         if empty is not None:
             raise UserError(f"prompt {empty} is empty; give at least one token")

@@ -202,7 +202,8 @@ class TeacherScores:
             return sample
         first = int(np.argmax(sample.weights > 0))
         places = np.arange(first, len(sample.tokens))
-        return ScoringRow(row, chain(sample.tokens, {}), places, sample.tokens)
+        tree = Tree((Node(-1, sample.tokens, {}, images=sample.images),))
+        return ScoringRow(row, tree, places, sample.tokens)
 
     def describe(self, item: ScoringRow, numbers: Numbers) -> dict[str, Any]:
         return {

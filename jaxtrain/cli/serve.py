@@ -70,6 +70,13 @@ def run_serve(argv: list[str]) -> None:
         metavar="FOLDER",
         help="let clients train in the form of Tinker's API too; what they train is kept there",
     )
+    parser.add_argument(
+        "--image-host",
+        action="append",
+        default=[],
+        help="host whose URLs of images are fetched; may be given several times. Without it images"
+        " come as data URLs alone",
+    )
     args = parser.parse_intermixed_args(argv)
     if (
         args.max_model_len < 2
@@ -125,7 +132,7 @@ async def serve(
 
     name = args.served_model_name or Path(args.model).name
     engines, models = open_models(model, name, args, thread)
-    form = ServingFormat(model.tokenizer, model.vocab_size, model.max_len)
+    form = ServingFormat(model.tokenizer, model.vocab_size, model.max_len, args.image_host)
     training = None
     if args.train is None:
         routes, public = Answerer(form, models, log=log).routes(), PUBLIC

@@ -76,6 +76,9 @@ def export_model(
             write_peft(params, bundle.architecture, bundle.adapter, unfinished, base, dtype)
         if writes:
             bundle.tokenizer.save_pretrained(unfinished)
+            image_format = getattr(bundle.tokenizer, "image_format", None)
+            if image_format is not None and bundle.folder is None:  # else the folder's own is there
+                image_format.write(unfinished)
             (unfinished / "README.md").write_text(write_card(config, snapshot.step))
 
 

@@ -77,10 +77,11 @@ def read_request(
 
 
 def read_conversation(
-    body: Mapping[str, Any], note: Note
+    body: Mapping[str, Any], note: Note, images: Any = None
 ) -> tuple[list[dict[str, Any]], dict[int, list[int]], list[dict[str, Any]], dict | None]:
     """Return (messages, {index: token ids sent along}, tools, variables of the chat template) of a
-    request of checked types; RequestRefused."""
+    request of checked types; RequestRefused. images: the images.placing.RowImages of the request;
+    None refuses images."""
     entries = body.get("messages")
     if not entries:
         refuse("messages must be a list of at least one message")
@@ -88,14 +89,14 @@ def read_conversation(
         refuse(f"messages has {len(entries):,} entries; at most {MAX_MESSAGES:,} are taken")
     for name in ("messages", "tools", "chat_template_kwargs"):
         try:
-            check_values(body.get(name))
+            check_values(body.get(name), () if images is None else images.keys)
         except MalformedRow as error:
             refuse(f"{name}: {error}")
     names: dict[str, str] = {}
     messages, token_ids = [], {}
     for index, entry in enumerate(entries):
         try:
-            messages.append(read_message(entry, names, note))
+            messages.append(read_message(entry, names, note, images))
         except RequestRefused as error:
             refuse(f"messages[{index}]: {error}")
         if (ids := entry.get(GIVEN_IDS)) is not None:
@@ -220,14 +221,14 @@ def read_structured(body: Mapping[str, Any]) -> StructuredOutputs | None:
 
 
 def read_message(
-    message: Any, names: dict[str, str], note: Note = lambda name: None
+    message: Any, names: dict[str, str], note: Note = lambda name: None, images: Any = None
 ) -> dict[str, Any]:
     """Convert a message to chat-template form, as rows of data are read; arguments that are no JSON
     object stay text. names: {tool call id: name}, extended in place. note: receives the keys that
-    nothing reads."""
+    nothing reads. images: as in read_conversation."""
     if isinstance(message, dict):
         message = {key: value for key, value in message.items() if key not in OWN_KEYS}
-    reader = MessageReader(roles={"developer": "system"}, lenient=True)
+    reader = MessageReader(roles={"developer": "system"}, lenient=True, images=images)
     try:
         read = reader.read(message)
     except MalformedRow as error:

@@ -11,6 +11,7 @@ class ScriptedEngine:
     episode."""
 
     version = 0
+    reads_images = True
 
     def __init__(
         self, tokenizer: Any, texts: Sequence[str], policies: Mapping[str, Any] | None = None
@@ -24,6 +25,7 @@ class ScriptedEngine:
         sampling: Sampling,
         stop_ids: Sequence[int] = (),
         index: int = 0,
+        images: Any = None,
     ) -> Completion:
         """Return the next text, with the token that ends a turn."""
         if not self.texts:

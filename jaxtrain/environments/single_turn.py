@@ -3,6 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from jaxtrain.data.chat.control_tokens import SpecialTokens
 from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.chat.rows import Prompt, Row, read_prompt
@@ -13,19 +15,24 @@ from jaxtrain.data.chat.template import (
     end_of_turn_ids,
     prompt_tokens,
 )
+from jaxtrain.data.chat.tokenize import open_images, open_row_images
+from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.errors import UnusableRow, UserError
 from jaxtrain.generation.engine import Engine, Sampling
 from jaxtrain.generation.episodes import Episode
 from jaxtrain.safe_io import UnreadableRow
 
 
-def read_row(row: Mapping[str, Any], column: str) -> Prompt:
+def read_row(row: Mapping[str, Any], column: str, images: Any = None) -> Prompt:
     """Return a row's prompt, a text or messages before the last assistant turns; UserError without
-    one, UnusableRow for one that cannot be read."""
+    one, UnusableRow for one that cannot be read. images: reader of its images; None refuses
+    them."""
     if isinstance(row, UnreadableRow):
         raise UnusableRow(f"env: a row cannot be used: {row.reason}")
     try:
-        prompt = read_prompt(Row(row), column)
+        columns = Row(row)
+        columns.images = open_row_images(images, "")
+        prompt = read_prompt(columns, column)
     except MalformedRow as error:
         reason = error.describe("env: a row cannot be used")
         raise UnusableRow(f"{reason}; env.prompt_column is {column!r}") from None
@@ -63,13 +70,15 @@ class SingleTurn:
         self.raw = raw or not tokenizer.chat_template
         self.special_tokens: SpecialTokens = special_tokens
         self.stop_ids = tuple(sorted(end_of_turn_ids(tokenizer, self.raw)))
+        self.images = None if self.raw else open_images(None, tokenizer)
 
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
         """Sample one answer. Reward functions receive texts for text prompts, else messages."""
-        source, prompt = self.read(row)
-        answer = await engine.generate(prompt, sampling, self.stop_ids, index=index)
+        source, prompt, images = self.read(row)
+        options: dict[str, Any] = {} if images is None else {"images": images}
+        answer = await engine.generate(prompt, sampling, self.stop_ids, index=index, **options)
         text = decode_answer(self.tokenizer, answer.tokens, self.raw)
         count, drawn = len(prompt), len(answer.tokens)
         return Episode(
@@ -83,21 +92,29 @@ class SingleTurn:
             ),
             prompt=source,
             routed=answer.routed,
+            images=images,
         )
 
-    def read(self, row: Mapping[str, Any]) -> tuple[Any, list[int]]:
-        """Return (prompt for reward functions, its tokens); UserError for an invalid row."""
-        prompt = read_row(row, self.column)
+    def read(self, row: Mapping[str, Any]) -> tuple[Any, list[int], PlacedImages | None]:
+        """Return (prompt for reward functions, its tokens, its images); UserError for an invalid
+        row."""
+        prompt = read_row(row, self.column, self.images)
         if self.raw and isinstance(prompt.value, str):
             text = prompt.value
-            return text, encode_text(self.tokenizer, text, True, self.special_tokens)
+            return text, encode_text(self.tokenizer, text, True, self.special_tokens), None
         if self.raw:
             raise UserError(
                 "env: a row's prompt is a list of messages, or has a system message or a history,"
                 " which needs a chat template; set model.chat_template, and env.raw to false"
             )
         try:
-            return prompt.value, self.render(prompt)
+            tokens, source, placed = self.render(prompt), prompt.value, None
+            if prompt.images is not None and not isinstance(source, str):
+                placed = prompt.images.find(np.asarray(tokens), source)
+                source = prompt.images.to_parts(source)
+            return source, tokens, placed
+        except MalformedRow as error:
+            raise UnusableRow(error.describe("env: a row cannot be used")) from None
         except TemplateFailed as error:
             raise UnusableRow(f"env: a row cannot be used: {error}") from None
 

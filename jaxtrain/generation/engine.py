@@ -82,7 +82,8 @@ class Engine(Protocol):
 
         index: number of the episode. The same (index, prompt, seed, weights) give the same answer
         where the engine can promise that. An engine whose `reports_likely` is true also takes
-        `likely`: how many of the most probable tokens of each place the answer shall list.
+        `likely`: how many of the most probable tokens of each place the answer shall list. One
+        whose `reads_images` is true takes `images`, the packing.tree.PlacedImages of the prompt.
         """
         ...
 

@@ -10,10 +10,12 @@ import base64
 import dataclasses
 import zlib
 from collections.abc import Callable, Collection
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.packing import tree
 from jaxtrain.generation import engine, episodes
 
 LEFT_OUT = ("completion", "prompt", "metrics", "row", "advantages", "totals")
@@ -67,6 +69,10 @@ def pack(
             return {"kind": "dict", "items": {name: go(item) for name, item in value.items()}}
         if isinstance(value, np.generic):
             return value.item()
+        if isinstance(value, Path):
+            return {"kind": "path", "text": str(value)}
+        if isinstance(value, bytes):
+            return {"kind": "bytes", "text": base64.b64encode(value).decode()}
         return value
 
     return go(value)
@@ -89,6 +95,14 @@ def unpack(value: Any) -> Any:
             return tuple(unpack(item) for item in value["items"])
         case "dict":
             return {name: unpack(item) for name, item in value["items"].items()}
-    kind = getattr(episodes, value["kind"], None) or getattr(engine, value["kind"])
+        case "path":
+            return Path(value["text"])
+        case "bytes":
+            return base64.b64decode(value["text"])
+    kind = next(
+        getattr(module, value["kind"])
+        for module in (episodes, engine, tree)
+        if hasattr(module, value["kind"])
+    )
     fields = {name: unpack(item) for name, item in value.items() if name != "kind"}
     return kind(**{"row": {}, **fields} if kind is episodes.Group else fields)

@@ -16,7 +16,10 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+import numpy as np
+
 from jaxtrain.data.media_tokens import MediaTokens, find_media
+from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion, Engine, FrozenPolicy, PolicyReply, Sampling
 from jaxtrain.generation.version_tracker import VersionTracker, listen
@@ -76,12 +79,23 @@ class EpisodeEngine:
         stop_ids: Sequence[int] = (),
         index: int = 0,
         likely: int = 0,
+        images: PlacedImages | None = None,
     ) -> Completion:
-        """Continue a prompt; raises UserError for one with media tokens."""
-        scope, options = self._scope, {"likely": likely} if likely else {}
+        """Continue a prompt; raises UserError for images that the engine does not read, and for
+        media tokens without images."""
+        scope = self._scope
+        options: dict[str, Any] = {"likely": likely} if likely else {}
+        if images is not None:
+            if not self.reads_images:
+                raise UserError(
+                    "a prompt has images, and the engine reads text alone; set rollout.engine to"
+                    ' "local"'
+                )
+            options["images"] = images
         if scope is None:
             return await self._engine.generate(prompt, sampling, stop_ids, index, **options)
-        if scope.media and (problem := find_media(prompt, scope.media)):
+        text = prompt if images is None else np.asarray(prompt)[images.slot < 0]
+        if scope.media and (problem := find_media(text, scope.media)):
             raise UserError(problem)
         # Before the request: a group may be given up as too old while its first tokens are drawn.
         note = None if scope.tracker is None else scope.tracker.add(scope.index)
@@ -100,6 +114,11 @@ class EpisodeEngine:
     def reports_likely(self) -> bool:
         """True if `generate` takes `likely`; engines from elsewhere may not."""
         return getattr(self._engine, "reports_likely", False)
+
+    @property
+    def reads_images(self) -> bool:
+        """True if `generate` takes `images`."""
+        return getattr(self._engine, "reads_images", False)
 
     @property
     def others(self) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.generation.episodes import Episode
+from jaxtrain.runs.samples import message_text
 from jaxtrain.text_safety import escape_control_chars
 
 
@@ -59,7 +60,7 @@ def describe_sample(
 
 def excerpt(text: Any, width: int = 160) -> str:
     """Return the end of a text, or of a conversation's last message, on one line, quoted."""
-    if isinstance(text, list) and text and isinstance(text[-1], Mapping):
-        text = text[-1].get("content")
+    if isinstance(text, list) and text and isinstance(text[-1], dict):
+        text = message_text(text[-1])
     line = " ".join(str(text or "").split())
     return escape_control_chars(repr(line if len(line) <= width else f"...{line[-width:]}"))

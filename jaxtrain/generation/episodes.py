@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 from typing import Any, Protocol
 
+from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.generation.engine import Engine, PromptRequest, Sampling
 from jaxtrain.generation.version_tracker import VersionTracker
 
@@ -32,6 +33,8 @@ class TokenSequence:
     are not counted; all tokens are then of the first."""
     routed: Any = None
     """Record of data.routes, or None."""
+    images: PlacedImages | None = None
+    """Images of its first tokens; later ones are text."""
 
 
 @dataclass(eq=False)
@@ -76,6 +79,8 @@ class Episode:
     `logprobs` and `versions` are meaningless."""
     routed: Any = None
     """As TokenSequence.routed."""
+    images: PlacedImages | None = None
+    """As TokenSequence.images."""
     policy: str = ""
     """Name in section policies of the policy that drew the turns; "": the first trained one."""
     agent: str = ""
@@ -88,7 +93,13 @@ class Episode:
     def sequences(self) -> list[TokenSequence]:
         """Return all sequences, in the order in which they began."""
         last = TokenSequence(
-            self.tokens, self.sampled, self.logprobs, self.versions, self.turns, self.routed
+            self.tokens,
+            self.sampled,
+            self.logprobs,
+            self.versions,
+            self.turns,
+            self.routed,
+            self.images,
         )
         return [*self.earlier, last]
 

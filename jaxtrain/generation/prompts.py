@@ -14,6 +14,7 @@ from typing import Any
 from jaxtrain.config import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.chat.rows import Row, normalize_row
+from jaxtrain.data.chat.tokenize import open_images, open_row_images
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.order import Order
 from jaxtrain.errors import UserError
@@ -33,9 +34,10 @@ class PromptRows:
     """Rows with random access, each with its renamed columns beside the original ones, and with
     messages, tools and keywords of templates in one form."""
 
-    def __init__(self, rows: Any, dataset: DatasetConfig, key: str):
-        """Raises UserError if a renamed column is in none of the first rows."""
-        self.rows, self.dataset = rows, dataset
+    def __init__(self, rows: Any, dataset: DatasetConfig, key: str, images: Any = None):
+        """images: reader of the dataset's images; None refuses them. Raises UserError if a renamed
+        column is in none of the first rows."""
+        self.rows, self.dataset, self.images = rows, dataset, images
         columns = {name: column for name, column in dataset.fields.items() if "." not in name}
         check_columns(rows, columns, f"{key}.fields", dataset.path)
 
@@ -51,6 +53,7 @@ class PromptRows:
         if isinstance(row, UnreadableRow):
             return UnreadableRow(row.reason, self.origin(index)), ()
         columns = Row(row, **self.dataset.reading)
+        columns.images = open_row_images(self.images, self.origin(index))
         try:
             normalized = normalize_row(columns)
             if kwargs := self.dataset.chat_template_kwargs:
@@ -67,9 +70,10 @@ class PromptRows:
         return named(index) if named else f"{self.dataset.path} row {index + 1}"
 
 
-def open_prompts(dataset: DatasetConfig, key: str) -> PromptRows:
-    """Open the prompts of a dataset; `key` is its place in the config. Raises UserError."""
-    return PromptRows(open_rows(dataset), dataset, key)
+def open_prompts(dataset: DatasetConfig, key: str, tokenizer: Any = None) -> PromptRows:
+    """Open the prompts of a dataset; `key` is its place in the config. tokenizer: with the format
+    of its model's images, if they are read. Raises UserError."""
+    return PromptRows(open_rows(dataset), dataset, key, open_images(dataset, tokenizer))
 
 
 def check_columns(rows: Any, columns: Mapping[str, str], key: str, path: str) -> None:

@@ -240,6 +240,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         self.noise: Any = nnx.data(None)
         # (Images, RowNoise or None) -> features [B, F, D] of images, and those for single layers.
         self.vision = None if config.vision is None else config.vision.build(config, options, rngs)
+        self.never_drawn = () if self.vision is None else tuple(sorted(config.media_tokens))
         if options.exact is not None:
             options.exact.attach(self)
 
@@ -281,7 +282,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         context = self._context(batch)
         experts = by_layer(self.stack, batch.streams.get(ROUTED))
         rng_bits = None if self.noise is None else self._draw(batch.tokens.shape)
-        inputs = self._embed(batch.tokens, context, experts, rng_bits, self._see(batch, context))
+        inputs = self._embed(batch.tokens, context, experts, rng_bits, self.see(batch, context))
         return self._run(*inputs, capture=capture)[0]
 
     def captured(self, batch: Batch, layers: Sequence[int]) -> jax.Array:
@@ -289,7 +290,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         Layers behind the last of them do not run."""
         context = self._context(batch)
         depth = max(layers) + 1
-        inputs = self._embed(batch.tokens, context, seen=self._see(batch, context))
+        inputs = self._embed(batch.tokens, context, seen=self.see(batch, context))
         outputs = self._run(*inputs, capture=tuple(layers), depth=depth)[0].captured
         return jnp.concatenate([outputs[layer] for layer in layers], axis=-1)
 
@@ -372,6 +373,23 @@ class Decoder(EmbeddingAndHead, CachedStack):
             flatten_routes(outputs.notes.get("routed")),
         )
 
+    def decode_seen(
+        self,
+        seen: SeenImages | jax.Array,
+        tokens_BT: jax.Array,
+        cache: DecoderCache,
+        counts_B: jax.Array,
+        shared: SharedSlots | None = None,
+    ) -> Decoded:
+        """Read tokens as `decode` does, with images among them or behind images: seen is then what
+        turns them adds to their index, int32 [B]."""
+        end_B = cache.length + counts_B
+        context, decoding = place_new(cache.length, end_B, tokens_BT.shape[1])
+        cached = DecodingStates(cache.states, decoding._replace(shared=shared))
+        outputs, states = self._run(*self._embed(tokens_BT, context, seen=seen), cached)
+        routed = flatten_routes(outputs.notes.get("routed"))
+        return Decoded(outputs.hidden, DecoderCache(states, end_B), None, routed)
+
     def commit(self, trial: TrialTokens, counts_B: jax.Array) -> DecoderCache:
         """Return the cache after the first `counts_B` of a trial's T tokens, as if no more had been
         read; int32 [B], 0 to T."""
@@ -390,7 +408,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         context: Context,
         experts: jax.Array | None = None,
         rng_bits: jax.Array | None = None,
-        seen: SeenImages | None = None,
+        seen: SeenImages | jax.Array | None = None,
     ) -> tuple[jax.Array, StackInputs]:
         """Return (scaled embeddings [B, T, D], the stack's other inputs)."""
         x_BTD = scaled(self.embed(tokens_BT), self.embedding_scale)
@@ -400,7 +418,9 @@ class Decoder(EmbeddingAndHead, CachedStack):
             positions_BT, until_BT = context.positions, context.until
             x_BTD = add_embedding_noise(x_BTD, rng_bits, positions_BT, until_BT, self.noise.alpha)
         positions, side_context = context.positions, None
-        if seen is not None:
+        if isinstance(seen, jax.Array):
+            positions = positions + seen[:, None]
+        elif seen is not None:
             features_BTD = take_features(seen.slot, seen.features).astype(x_BTD.dtype)
             x_BTD = jnp.where(seen.slot[..., None] < 0, x_BTD, features_BTD)
             side_context = ImageContext(seen.slot, seen.deep) if seen.deep else None
@@ -414,7 +434,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         extra = self.layer_inputs(tokens_BT, x_BTD)
         return x_BTD, StackInputs(context, cos_sin, extra, experts, side_context, rng_bits)
 
-    def _see(self, batch: Batch, context: Context) -> SeenImages | None:
+    def see(self, batch: Batch, context: Context) -> SeenImages | None:
         """Run the tower on the images of a batch, if it has any."""
         images = batch.images
         if images is None:

@@ -68,12 +68,19 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def message_text(message: Sample) -> str:
-    """Return a message's text, its parts joined."""
+    """Return a message's text, its parts joined, with the size of an image in its place."""
     value = message.get("content")
     if isinstance(value, list):
-        parts = (part.get("text", part) if isinstance(part, dict) else part for part in value)
-        value = "\n".join(map(str, parts))
+        value = "\n".join(map(_part_text, value))
     return "" if value is None else str(value)[:MAX_MESSAGE]
+
+
+def _part_text(part: Any) -> str:
+    if not isinstance(part, dict):
+        return str(part)
+    if part.get("type") == "image" and "width" in part and "height" in part:
+        return f"[image {part['width']}x{part['height']}]"
+    return str(part.get("text", part))
 
 
 def table_rows(lines: Sequence[Mapping[str, Any]]) -> list[list[Any]]:

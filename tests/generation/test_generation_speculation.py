@@ -13,7 +13,7 @@ from toy_draft import ToyDraft
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.local import slots
-from jaxtrain.generation.local.prefill import Block, read_by
+from jaxtrain.generation.local.prefill import Block, Prompt, read_by
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.speculation import DraftedModel, draw_all, speculate_chunk
 from jaxtrain.generation.local.token_sampling import DrawKind, read_draws, sample
@@ -149,7 +149,7 @@ def test_the_draft_is_told_what_the_target_has_read(models, plain):
         ends=ends,
     )
     rows = slots.empty_rows(model, B=B, S=96, E=1)
-    texts = [tuple(prompts[i]) for i in chosen]
+    texts = [Prompt(tuple(prompts[i])) for i in chosen]
     (call,) = read_by(Block(B, 64, 0), model, texts, 96, None)
     rows = slots.insert(model, rows, call.filled, entry, kind)
     stop, over = np.zeros(B, bool), slots.ChunkEnd(np.int32(B), np.int32(slots.CHUNK))

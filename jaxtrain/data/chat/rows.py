@@ -283,7 +283,7 @@ class Row:
         """Return what is to be answered, a text or messages; None without such a column.
 
         Answers at the end of messages are left out, because they are not the policy's. A text
-        stays one unless the row has a system message or a history.
+        stays one unless the row has a system message, a history or images.
         """
         name = next((name for name in (column, *PROMPTS) if name in self), None)
         if name is None:
@@ -298,7 +298,9 @@ class Row:
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         self.refuse_media()
         complete = self.with_context(list(messages or ()))
-        if isinstance(value, str) and len(complete) == 1:
+        if self.images is not None:
+            complete = self.images.place(complete, self.get(*IMAGES))
+        if isinstance(value, str) and complete == messages:
             self._compare(name, complete)
             return value
         while complete and complete[-1]["role"] == "assistant":
@@ -382,6 +384,8 @@ class Prompt(NamedTuple):
     """Plain text, or messages that do not end with the assistant's."""
     tools: list[dict[str, Any]] | None
     chat_template_kwargs: dict[str, Any] | None
+    images: Any = None
+    """Row.images, in whose markers the messages hold images; None: they hold none."""
 
     @property
     def messages(self) -> list[Message]:
@@ -396,21 +400,27 @@ def read_prompt(row: Row, column: str = "prompt") -> Prompt | None:
     value = row.prompt(column)
     if value is None:
         return None
-    return Prompt(value, row.tools(), row.chat_template_kwargs())
+    return Prompt(value, row.tools(), row.chat_template_kwargs(), row.images)
 
 
 def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
     """Return the columns of a row with messages, tools and keywords of templates in one form, for
-    readers that do not know the dataset's names; other columns stay as they are.
+    readers that do not know the dataset's names; other columns stay as they are. Images are read:
+    columns and parts hold packing.tree.Image, which any reader takes.
 
     Raises MalformedRow.
     """
-    columns = dict(row.columns)
+    columns, images = dict(row.columns), row.images
     for name in {column, *PROMPTS}:
         if is_conversation(columns.get(name), row.fields):
             columns[name] = row.messages() if name in MESSAGES else row.get(name)
             if name not in MESSAGES:
                 columns[name] = row.read_messages(columns[name])
+            if images is not None:
+                columns[name] = images.to_parts(columns[name], lambda image: {"image": image})
+    for name in IMAGES:
+        if images is not None and name in row:
+            columns[name] = images.read_column(columns[name])
     if is_conversation(columns.get("history"), row.fields):
         columns["history"] = row.history()
     schemas = [columns[name] for name in TOOLS if name in row]

@@ -283,9 +283,10 @@ class RowTokenizer:
         return share_prefixes(results, self.sequence_len) if self.trees else [*results]
 
 
-def open_images(dataset: DatasetConfig, tokenizer: Any) -> Any:
-    """Open the images.reader.ImageReader of a dataset; None unless the method has given the
-    tokenizer the format of its model's images (images/setup.py)."""
+def open_images(dataset: DatasetConfig | None, tokenizer: Any) -> Any:
+    """Open the images.reader.ImageReader of a dataset, without one for images that are read or part
+    of the row; None unless the method has given the tokenizer the format of its model's images
+    (images/setup.py)."""
     if getattr(tokenizer, "image_format", None) is None:
         return None
     from jaxtrain.data.images.reader import open_reader

@@ -90,6 +90,19 @@ class ImageFormat(ABC):
     def segments(self, picture: "Picture") -> list[np.ndarray]:
         """Return the resized pictures uint8 [height, width, 3] that the tower reads one by one."""
 
+    @abstractmethod
+    def settings(self) -> dict[str, Any]:
+        """Return its keys of preprocessor_config.json, as `read_format` and transformers take
+        them."""
+
+    def write(self, folder: Path) -> None:
+        """Write preprocessor_config.json into a folder."""
+        scale = {"rescale_factor": self.rescale, "image_mean": self.mean, "image_std": self.std}
+        applied = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
+        settings = {**dict.fromkeys(applied, True), **scale, **self.settings()}
+        text = json.dumps(settings, indent=2) + "\n"
+        (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
+
     def has_pictures(self, messages: Messages) -> bool:
         """Return True if any message holds an image."""
         return has_pictures(messages)

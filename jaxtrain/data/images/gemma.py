@@ -70,6 +70,14 @@ class SquareFormat(ImageFormat):
         )  # fmt: skip
 
     @override
+    def settings(self) -> dict[str, Any]:
+        return {
+            "image_processor_type": "Gemma3ImageProcessor",
+            "size": {"height": self.side, "width": self.side},
+            "resample": self.resample,
+        }
+
+    @override
     def count(self, size: tuple[int, int]) -> tuple[int, int]:
         patches = (self.side // self.patch) ** 2
         return patches, patches // self.merge**2

@@ -24,6 +24,11 @@ def mark_picture(key: str, size: tuple[int, int]) -> str:
     return f"{PICTURE}{key}:{size[0]}x{size[1]}\ufdd1"
 
 
+def show_pictures(text: str) -> str:
+    """Return a text for people, with the size of each image in place of its marker."""
+    return PICTURES.sub(r"[image \1x\2]", text)
+
+
 def has_pictures(messages: Messages) -> bool:
     """Return True if any message holds an image."""
     return any(PICTURE in (message.get("content") or "") for message in messages)

@@ -56,15 +56,20 @@ class PatchPacker:
     """`packing.pack.ImagePacker` of one model's images."""
 
     format: ImageFormat
-    row_patches: int
-    """P, the patches of a row at most; a multiple of four tokens' patches."""
+    row_patches: int | None
+    """P, the patches of a row at most, a multiple of four tokens' patches; None: any number."""
     cache: PatchCache = field(default_factory=PatchCache, compare=False)
 
     def bucket(self, rows: Sequence[PlacedImages | None]) -> int:
-        """Return 0, P/4, P/2 or P, so that few programs are compiled."""
+        """Return 0, P/4, P/2 or P, or without P up to a quarter more than the patches, so that few
+        programs are compiled."""
         needed = max((_count_patches(row) for row in rows), default=0)
         if needed == 0:
             return 0
+        if self.row_patches is None:
+            unit = 4 * self.format.merge**2
+            step = unit << max(0, (-(-needed // unit) - 1).bit_length() - 3)
+            return -(-needed // step) * step
         sizes = (self.row_patches // 4, self.row_patches // 2, self.row_patches)
         return next(size for size in sizes if size >= needed)
 

@@ -5,7 +5,7 @@ image; "<image>" in the texts of a row without such parts; or the beginning of t
 the user.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,12 @@ SPELLED = "<image>"
 """Placeholder in texts of ShareGPT and LLaVA, where a column holds the images."""
 MAX_IMAGES = 256
 """Limit of a row."""
+
+
+def describe_part(image: Image) -> dict[str, Any]:
+    """Return what people and reward functions see of an image: where it lies, its hash and size."""
+    path = {} if isinstance(image.source, bytes) else {"path": str(image.source)}
+    return {**path, "sha256": image.key, "width": image.size[0], "height": image.size[1]}
 
 
 class RowImages:
@@ -77,23 +83,57 @@ class RowImages:
             filled.append({**message, "content": content} if later else message)
         return filled
 
+    def read_column(self, column: Any) -> list[Image]:
+        """Return the images of a column."""
+        values = column if isinstance(column, list | tuple) else [column]
+        return [self._read(value, number) for number, value in enumerate(values, 1)]
+
+    def to_parts(
+        self,
+        messages: Sequence[Message],
+        write: Callable[[Image], dict[str, Any]] = describe_part,
+    ) -> list[Message]:
+        """Return messages with parts of type "image" and "text" in place of texts with markers.
+        write: keys of an image's part besides its type."""
+        return [
+            {**message, "content": self._split(message["content"], write)}
+            if PICTURE in (message.get("content") or "")
+            else message
+            for message in messages
+        ]
+
+    def _split(
+        self, content: str, write: Callable[[Image], dict[str, Any]]
+    ) -> list[dict[str, Any]]:
+        parts, start = [], 0
+        for match in PICTURES.finditer(content):
+            image = self.by_marker.get(match[0])  # None: of a column
+            parts.append({"type": "text", "text": content[start : match.start()]})
+            parts.append({"type": "image", **({} if image is None else write(image))})
+            start = match.end()
+        parts.append({"type": "text", "text": content[start:]})
+        return [part for part in parts if part.get("text") != ""]
+
     def find(self, tokens: np.ndarray, messages: Sequence[Message]) -> PlacedImages | None:
         """Return where the images of messages stand in their tokens [n], or in those of the first
         of them."""
         return place_images(tokens, list_images(messages, self.by_marker), self.reader.format)
 
     def _mark(self, value: Any, number: int) -> str:
+        image = self._read(value, number)
+        marker = mark_picture(image.key, image.size)
+        self.by_marker.setdefault(marker, image)
+        return marker
+
+    def _read(self, value: Any, number: int) -> Image:
         if number > MAX_IMAGES:
             raise MalformedRow(f"more than {MAX_IMAGES} images")
         origin = f"{self.origin}, image {number}" if self.origin else f"image {number}"
         try:
-            image = self.reader.read(value, origin)
+            return self.reader.read(value, origin)
         except MalformedRow as error:
             error.location = error.location.removeprefix(f"{self.origin}, ")
             raise
-        marker = mark_picture(image.key, image.size)
-        self.by_marker.setdefault(marker, image)
-        return marker
 
 
 def list_images(messages: Sequence[Message], by_marker: Mapping[str, Image]) -> list[Image]:

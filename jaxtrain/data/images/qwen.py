@@ -68,6 +68,17 @@ class WholeFormat(ImageFormat):
         )  # fmt: skip
 
     @override
+    def settings(self) -> dict[str, Any]:
+        return {
+            "image_processor_type": "Qwen2VLImageProcessor",
+            "size": {"shortest_edge": self.min_pixels, "longest_edge": self.max_pixels},
+            "patch_size": self.patch,
+            "merge_size": self.merge,
+            "temporal_patch_size": 2,
+            "resample": self.resample,
+        }
+
+    @override
     def count(self, size: tuple[int, int]) -> tuple[int, int]:
         width, height = self.fit(size)
         patches = (width // self.patch) * (height // self.patch)

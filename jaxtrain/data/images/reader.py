@@ -56,10 +56,13 @@ class ImageReader:
     """Sizes of images that were decoded, by their hashes."""
 
     def read(self, value: Any, origin: str) -> Image:
-        """Read an image far enough for its tokens: its size; and check that it can be decoded.
+        """Read an image far enough for its tokens: its size; and check that it can be decoded. One
+        that was read before stays what it is.
 
         origin: row and number of the image. Raises MalformedRow with the reason and `location`.
         """
+        if isinstance(known := value.get("image") if isinstance(value, Mapping) else value, Image):
+            return known
         try:
             source = self.locate(value)
             data = source if isinstance(source, bytes) else read_file(source)
@@ -141,9 +144,11 @@ class ImageReader:
             raise MalformedRow(f"an image cannot be fetched: {reason}") from None
 
 
-def open_reader(dataset: DatasetConfig, image_format: ImageFormat) -> ImageReader:
-    """Build the reader of a dataset's images."""
+def open_reader(dataset: DatasetConfig | None, image_format: ImageFormat) -> ImageReader:
+    """Build the reader of a dataset's images; None: of images without a path."""
     folder = None
+    if dataset is None:
+        return ImageReader(image_format, None)
     if dataset.image_folder is not None:
         folder = Path(dataset.image_folder).expanduser()
     elif "://" not in dataset.path and not dataset.path.startswith("builtin:"):

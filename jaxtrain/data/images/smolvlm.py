@@ -74,6 +74,20 @@ class TiledFormat(ImageFormat):
         )  # fmt: skip
 
     @override
+    def settings(self) -> dict[str, Any]:
+        size: dict[str, Any] = {"longest_edge": self.longest}
+        if self.fixed is not None:
+            size = dict(zip(("width", "height"), self.fixed, strict=True))
+        return {
+            "image_processor_type": "SmolVLMImageProcessor",
+            "size": size,
+            "max_image_size": {"longest_edge": self.tile},
+            "do_image_splitting": self.splits,
+            "do_pad": True,
+            "resample": self.resample,
+        }
+
+    @override
     def count(self, size: tuple[int, int]) -> tuple[int, int]:
         rows, cols = self.count_tiles(size)
         tiles = rows * cols + 1

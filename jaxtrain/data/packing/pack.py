@@ -49,8 +49,8 @@ class ImagePacker(Protocol):
     """Maker of the patches of rows with images: data/images/patches.py."""
 
     @property
-    def row_patches(self) -> int:
-        """Patches of a row at most."""
+    def row_patches(self) -> int | None:
+        """Patches of a row at most; None: any number."""
         ...
 
     def bucket(self, rows: Sequence[PlacedImages | None]) -> int:
@@ -298,7 +298,11 @@ def build_batch(
             for name in batch.streams.keys() & tree.streams.keys():
                 np.copyto(batch.streams[name][span], tree.streams[name], casting="same_kind")
             start, branch = stop, branch + tree.num_branches
-    return batch if fields.images is None else _add_images(batch, rows, fields.images, num_patches)
+    if fields.images is not None:
+        return _add_images(batch, rows, fields.images, num_patches)
+    pictured = any(tree.images is not None for row in rows for tree in row)
+    assert not pictured, "a tree with images in batches without (Fields.images)"
+    return batch
 
 
 def _add_images(

@@ -25,6 +25,7 @@ from jaxtrain.generation.episode_metrics import average_env_metrics, describe_sa
 from jaxtrain.generation.episodes import Env, Episode
 from jaxtrain.generation.failures import Failures
 from jaxtrain.generation.group_player import list_episodes, score_policies
+from jaxtrain.runs.samples import message_text
 from jaxtrain.safe_io import UnreadableRow
 
 FIRST_INDEX = 1 << 40
@@ -244,9 +245,7 @@ def list_turns(episode: Episode) -> list[tuple[str, str]]:
         if isinstance(completion, str)
         else completion
     )
-    return [
-        (str(turn.get("role")), turn.get("content") or "") for turn in [*prompt[-1:], *completion]
-    ]
+    return [(str(turn.get("role")), message_text(turn)) for turn in [*prompt[-1:], *completion]]
 
 
 def shorten(text: str, width: int) -> str:

@@ -48,11 +48,12 @@ class ProblemSets:
         envs: Sequence[Env],
         rewards: Rewards,
         log: Callable[[str], None] = print,
+        tokenizer: Any = None,
     ):
-        """Read all rows; envs: one for each of `eval.sets`. Raises UserError for a set that cannot
-        be read."""
-        sets = config.eval.sets
-        self.sets = [(section, read_problems(i, section)) for i, section in enumerate(sets)]
+        """Read all rows; envs: one for each of `eval.sets`. tokenizer: as in `open_prompts`. Raises
+        UserError for a set that cannot be read."""
+        sets = list(enumerate(config.eval.sets))
+        self.sets = [(section, read_problems(i, section, tokenizer)) for i, section in sets]
         self.envs, self.rewards, self.sampling = envs, rewards, seed_sampling(config)
         self.show, self.patience, self.log = config.eval.show, config.env.step_timeout, log
         self.frozen, self.policies = open_frozen(config), list_judges(config)
@@ -158,7 +159,7 @@ def open_problem_sets(
             folder = config.run.output_dir
             envs.append(open_guarded(section, tokenizer, room, key, media, folder))
             stack.callback(envs[-1].close)
-        sets = ProblemSets(config, envs, rewards, log)
+        sets = ProblemSets(config, envs, rewards, log, tokenizer)
         for index, (env, (section, rows)) in enumerate(zip(envs, sets.sets, strict=True)):
             measure_prompts(rows, env.env, f"eval.sets.{index} ({section.source})", log)
             env.inspect(rows, log)
@@ -166,8 +167,11 @@ def open_problem_sets(
         return sets
 
 
-def read_problems(index: int, section: EvalSetConfig) -> list[dict[str, Any]]:
-    """Return all rows of eval.sets.`index`, with columns renamed by its `fields`. UserError."""
+def read_problems(
+    index: int, section: EvalSetConfig, tokenizer: Any = None
+) -> list[dict[str, Any]]:
+    """Return all rows of eval.sets.`index`, with columns renamed by its `fields`. tokenizer: as in
+    `open_prompts`. UserError."""
     key = f"eval.sets.{index}"
     if section.benchmark:
         benchmark = read_prompt_set(
@@ -185,7 +189,7 @@ def read_problems(index: int, section: EvalSetConfig) -> list[dict[str, Any]]:
             for row, turns, origin in rows
         ]
     try:
-        rows = open_prompts(section.dataset(), key)
+        rows = open_prompts(section.dataset(), key, tokenizer)
     except UserError as error:
         text = str(error).replace("data.datasets[]", key)
         raise UserError(text if key in text else f"{key}: {text}") from None

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.engine import Completion, EpisodeFailed, Likely, Sampling
 from jaxtrain.generation.local.requests import Request, Requests
@@ -28,6 +29,8 @@ PATIENCE = 3
 
 class LocalEngine:
     """`engine.Engine` in the training process; see the module's docstring."""
+
+    reads_images = True
 
     def __init__(self, sampler: Requests, thread: ThreadPoolExecutor | None = None):
         """thread: shared by several engines, so that their chunks alternate; its creator ends
@@ -60,11 +63,13 @@ class LocalEngine:
         index: int = 0,
         likely: int = 0,
         watch: Callable[[Completion], None] | None = None,
+        images: PlacedImages | None = None,
     ) -> Completion:
         """Continue a prompt, batched with all other requests; see engine.Engine.
 
         likely: they come from a pass over the whole answer, by the weights of that time. watch:
-        receives the answer so far, in the event loop, each time that it has grown.
+        receives the answer so far, in the event loop, each time that it has grown. images: of the
+        prompt.
 
         A draw depends on (sampling.seed, index, length of the prompt, prompt, weights) alone.
         Raises EpisodeFailed for a prompt that leaves no room for an answer.
@@ -72,7 +77,7 @@ class LocalEngine:
         if len(prompt) >= self.sampler.max_len:
             raise EpisodeFailed("the conversation fills the model's longest row")
         number = draw_number(index, len(prompt))
-        request = self.sampler.request(list(prompt), sampling, stop_ids, number)
+        request = self.sampler.request(list(prompt), sampling, stop_ids, number, images=images)
         loop = asyncio.get_running_loop()
         future = self._futures[request] = loop.create_future()
         if (listener := find_listener()) is not None:
@@ -94,7 +99,7 @@ class LocalEngine:
                 self.sampler.abort(request)
         if not likely:
             return answer
-        request = self.sampler.request(list(prompt), sampling, stop_ids)
+        request = self.sampler.request(list(prompt), sampling, stop_ids, images=images)
         work = partial(find_likely, self.sampler, request, answer, likely)
         return answer._replace(likely=await loop.run_in_executor(self._executor(), work))
 
@@ -103,9 +108,11 @@ class LocalEngine:
         """True if the most probable tokens of a place can be had."""
         return self.sampler.predicts_next
 
-    async def score(self, tokens: Sequence[int]) -> tuple[list[float], list[Likely]]:
+    async def score(
+        self, tokens: Sequence[int], images: PlacedImages | None = None
+    ) -> tuple[list[float], list[Likely]]:
         """Return `score_text` of a text, computed between chunks."""
-        work = partial(score_text, self.sampler, tokens)
+        work = partial(score_text, self.sampler, tokens, images)
         return await asyncio.get_running_loop().run_in_executor(self._executor(), work)
 
     async def close(self) -> None:

@@ -5,24 +5,59 @@
     every call continues the caches of its rows; a row whose prompt ends takes the next prompt
 
 So an engine compiles two programs that read prompts, whose sizes follow from its number of rows
-alone.
+alone. Prompts with images go in groups of their own, which begin together: the tower reads the
+images of a group at once, before its first chunk.
 
-Shapes: U prompts of a block, C tokens of a chunk, S slots of a cache, V vocab, E experts' numbers.
+Shapes: U prompts of a block, C tokens of a chunk, S slots of a cache, V vocab, E experts' numbers,
+L tokens of the longest prompt, P patches of a prompt.
 """
 
 import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.batch import RouteShape
+from jaxtrain_kernels import Context
 
-Prompt = tuple[int, ...]
+from jaxtrain.batch import IMAGE_SLOT, Batch, Images, RouteShape
+from jaxtrain.data.packing.pack import ImagePacker
+from jaxtrain.data.packing.tree import Image, PlacedImages
+from jaxtrain.models.decoder import SeenImages
+
+MAX_PATCHES = 1 << 15
+"""Patches of a group of prompts, so that the tower's activations have room."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Tokens to be continued. Two are equal if tokens and images are: different images have the
+    same tokens."""
+
+    tokens: tuple[int, ...]
+    images: tuple[Image, ...] = ()
+    slot: tuple[int, ...] = ()
+    """As in PlacedImages; empty without images."""
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], placed: PlacedImages | None) -> "Prompt":
+        """Return the prompt of tokens and their images."""
+        if placed is None:
+            return cls(tuple(tokens))
+        return cls(tuple(tokens), placed.images, tuple(placed.slot.tolist()))
+
+    @property
+    def placed(self) -> PlacedImages:
+        """Its images."""
+        return PlacedImages(self.images, np.array(self.slot, np.int32))
+
+    def __len__(self) -> int:
+        return len(self.tokens)
 
 
 class Block(NamedTuple):
@@ -54,6 +89,23 @@ def choose_blocks(free_rows: int, platform: str) -> tuple[Block, Block]:
     return Block(1, 512, 1024), Block(max(1, min(free_rows, 64)), 128, 1024)
 
 
+class SeenGroup(NamedTuple):
+    """Images of prompts that begin together."""
+
+    images: SeenImages
+    """Of all of their tokens."""
+    start: jax.Array | np.int32
+    """int32 []: index of the first token of a call."""
+
+    def cut(self, C: int) -> SeenImages:
+        """Return the images of the C tokens of a call."""
+        slot_UC, rope_UC3 = (
+            None if x is None else jax.lax.dynamic_slice_in_dim(x, self.start, C, axis=1)
+            for x in (self.images.slot, self.images.rope)
+        )
+        return self.images._replace(slot=slot_UC, rope=rope_UC3)
+
+
 class FilledPrompts(NamedTuple):
     """Prompts of which the model has read a part or all."""
 
@@ -64,6 +116,9 @@ class FilledPrompts(NamedTuple):
     exact model hidden states [U, D]."""
     length: jax.Array
     """int32 [U] tokens read."""
+    shift: jax.Array | None = None
+    """int32 [U]: what is added to the index of a token behind the prompt where a model turns by
+    time, row and column, because images take fewer positions than tokens; None of other models."""
 
 
 class ReadChunk(NamedTuple):
@@ -91,7 +146,19 @@ def empty_prompts(model: Any, *, U: int, S: int) -> FilledPrompts:
     """Return U rows of S slots that have read nothing."""
     V, D = model.head().shape
     shape, dtype = ((U, V), jnp.float32) if model.exact is None else ((U, D), model.compute_dtype)
-    return FilledPrompts(model.init_cache(U, S), jnp.zeros(shape, dtype), jnp.zeros(U, jnp.int32))
+    no_U = jnp.zeros(U, jnp.int32)
+    shift_U = None if model.rope_axes is None else no_U
+    return FilledPrompts(model.init_cache(U, S), jnp.zeros(shape, dtype), no_U, shift_U)
+
+
+@jax.jit
+def see(model: Any, images: Images, slot_UL: jax.Array) -> SeenImages:
+    """Run the tower on the images of U prompts."""
+    index_UL = jnp.broadcast_to(jnp.arange(slot_UL.shape[1], dtype=jnp.int32), slot_UL.shape)
+    until_UL = jnp.full(slot_UL.shape, slot_UL.shape[1], jnp.int32)
+    streams = {IMAGE_SLOT: slot_UL}
+    batch = Batch(slot_UL, index_UL, index_UL - 1, until_UL, {}, streams=streams, images=images)
+    return model.see(batch, Context(until_UL, None, index_UL, index_UL))
 
 
 @functools.partial(jax.jit, static_argnames=("routes",), donate_argnames=("filled",))
@@ -102,17 +169,22 @@ def fill(
     counts_U: jax.Array,
     fresh_U: jax.Array,
     routes: RouteShape | None = None,
+    group: SeenGroup | None = None,
 ) -> tuple[FilledPrompts, jax.Array | None]:
     """Read the first `counts_U` of each row's tokens behind those it has read before, and return
     the rows with the experts of the tokens if `routes` asks for them. fresh_U: bool, rows that
-    begin a new prompt."""
-    U = len(counts_U)
+    begin a new prompt. group: their images."""
+    U, C = tokens_UC.shape
+    seen = None if group is None else group.cut(C)
     # An empty cache of one slot clears a row: keys and values behind its length are never seen, so
     # that only recurrent states have to be reset as a whole.
     row_U = jnp.where(fresh_U, jnp.arange(U, dtype=jnp.int32), U)
     empty = model.init_cache(1, 1)
     cache = model.insert(filled.cache, row_U, empty, jnp.zeros(U, jnp.int32))
-    read = model.decode(tokens_UC, cache, counts_U)
+    if seen is None:
+        read = model.decode(tokens_UC, cache, counts_U)
+    else:
+        read = model.decode_seen(seen, tokens_UC, cache, counts_U)
     last_U11 = jnp.maximum(counts_U - 1, 0)[:, None, None]
     last_UD = jnp.take_along_axis(read.hidden, last_U11, axis=1)[:, 0]
     last_output_UX = last_UD if model.exact else model.logits(last_UD).astype(jnp.float32)
@@ -120,7 +192,15 @@ def fill(
         read.cache,
         jnp.where((counts_U > 0)[:, None], last_output_UX, filled.last_output),
         jnp.where(fresh_U, 0, filled.length) + counts_U,
+        filled.shift,
     )
+    if filled.shift is not None:
+        shift_U = jnp.where(fresh_U, 0, filled.shift)
+        if seen is not None and seen.rope is not None:
+            last_U3 = jnp.take_along_axis(seen.rope, last_U11, axis=1)[:, 0]
+            behind_U = last_U3.max(-1) + 1 - filled.length
+            shift_U = jnp.where(counts_U > 0, behind_U, shift_U)
+        filled = filled._replace(shift=shift_U)
     return filled, None if routes is None else read.routed.astype(routes.dtype)
 
 
@@ -130,37 +210,80 @@ def read_prompts(
     blocks: Sequence[Block],
     slots: int,
     routes: RouteShape | None = None,
+    packer: ImagePacker | None = None,
 ) -> Iterator[PrefillCall]:
-    """Read distinct prompts, each of at most `slots` tokens, with the blocks that suit them."""
-    for block, assigned in zip(blocks, assign(prompts, *blocks), strict=True):
+    """Read distinct prompts, each of at most `slots` tokens, with the blocks that suit them.
+    packer: makes patches, for prompts with images."""
+    texts = [prompt for prompt in prompts if not prompt.images]
+    for block, assigned in zip(blocks, assign(texts, *blocks), strict=True):
         if assigned:
             yield from read_by(block, model, assigned, slots, routes)
+    if len(texts) < len(prompts):
+        assert packer is not None, "prompts with images need what makes patches of them"
+        pictured = sorted((prompt for prompt in prompts if prompt.images), key=len)
+        patches = packer.bucket([prompt.placed for prompt in pictured])
+        rows = min(blocks[1].rows, max(1, MAX_PATCHES // patches))
+        rows = min(rows, 1 << (len(pictured) - 1).bit_length())
+        reader = ImagePrompts(packer, patches)
+        yield from read_by(blocks[1]._replace(rows=rows), model, pictured, slots, routes, reader)
+
+
+class ImagePrompts(NamedTuple):
+    """How the images of prompts are read."""
+
+    packer: ImagePacker
+    patches: int
+    """P."""
+
+    def see(self, model: Any, prompts: Sequence[Prompt], rows: int, length: int) -> SeenImages:
+        """Run the tower on a group of at most `rows` prompts of at most `length` tokens."""
+        placed = [prompt.placed for prompt in prompts]
+        slot_UL = np.full((rows, length), -1, np.int32)
+        for row, images in enumerate(placed):
+            slot_UL[row, : len(images.slot)] = images.slot
+        padded = [*placed, *[None] * (rows - len(placed))]
+        return see(model, self.packer.pack(padded, self.patches), slot_UL)
 
 
 def read_by(
-    block: Block, model: Any, prompts: Sequence[Prompt], slots: int, routes: RouteShape | None
+    block: Block,
+    model: Any,
+    prompts: Sequence[Prompt],
+    slots: int,
+    routes: RouteShape | None,
+    images: ImagePrompts | None = None,
 ) -> Iterator[PrefillCall]:
-    """Read prompts with one block."""
+    """Read prompts with one block. images: all prompts have images, whose features are those of
+    a group that begins together."""
     filled = empty_prompts(model, U=block.rows, S=slots)
     waiting = deque(prompts)
     reading: list[tuple[Prompt, int] | None] = [None] * block.rows
+    group = None
     while waiting or any(reading):
+        begins = images is None or not any(reading)
+        if images is not None and begins:
+            members = list(itertools.islice(waiting, block.rows))
+            length = -(-slots // block.tokens) * block.tokens
+            seen = images.see(model, members, block.rows, length)
+            group = SeenGroup(seen, np.int32(0))
         tokens_UC = np.zeros((block.rows, block.tokens), np.int32)
         counts_U, fresh_U = np.zeros(block.rows, np.int32), np.zeros(block.rows, bool)
         chunks = []
         for row in range(block.rows):
-            if reading[row] is None and waiting:
+            if reading[row] is None and waiting and begins:
                 reading[row], fresh_U[row] = (waiting.popleft(), 0), True
             if (current := reading[row]) is None:
                 continue
             prompt, start = current
-            chunk = prompt[start : start + block.tokens]
+            chunk = prompt.tokens[start : start + block.tokens]
             tokens_UC[row, : len(chunk)], counts_U[row] = chunk, len(chunk)
             stop = start + len(chunk)
             reading[row] = None if stop == len(prompt) else (prompt, stop)
             chunks.append(ReadChunk(row, prompt, len(chunk), stop == len(prompt)))
-        filled, routed = fill(model, filled, tokens_UC, counts_U, fresh_U, routes)
+        filled, routed = fill(model, filled, tokens_UC, counts_U, fresh_U, routes, group)
         yield PrefillCall(filled, chunks, routed)
+        if group is not None:
+            group = group._replace(start=np.int32(group.start + block.tokens))
 
 
 def assign(

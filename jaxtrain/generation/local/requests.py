@@ -16,6 +16,8 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.data.packing.pack import ImagePacker
+from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.errors import UserError
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.engine import Completion, FinishReason, Sampling
@@ -34,6 +36,8 @@ class Request:
     """Determines the noise, together with sampling.seed."""
     limit: int
     """Maximum number of tokens."""
+    images: PlacedImages | None = None
+    """Images of the prompt."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -79,8 +83,10 @@ class Requests(ABC):
         tokenizer: Any = None,
     ):
         """mesh: that of the weights; by default the one that is set where `step` is called.
-        tokenizer: for constrained answers."""
+        tokenizer: for constrained answers, and for images if it has their format (images/setup.py).
+        """
         self.tokenizer = tokenizer
+        self.packer: ImagePacker | None = open_sampling_packer(tokenizer)
         self._grammars: Grammars | None = None
         self.eos_ids = frozenset(eos_ids)
         self.max_len = max_len
@@ -135,20 +141,24 @@ class Requests(ABC):
         stop_ids: Iterable[int] = (),
         draws: Sequence[int] | None = None,
         on_end: Callable[[int, Completion], None] = lambda number, completion: None,
+        images: Sequence[PlacedImages | None] | None = None,
     ) -> list[Completion]:
         """Return a Completion for each prompt, in order; see `engine.Completion` for its log-probs.
 
         Tokens of `stop_ids` end an answer besides those of the constructor. A draw depends on the
         seed and the prompt's number in `draws` (by default its index) alone, not on which rows
-        share its batch. on_end: called with a prompt's number when its answer ends. Raises
-        UserError for an empty prompt, one that leaves no room, and stop
-        texts without `to_text`.
+        share its batch. on_end: called with a prompt's number when its answer ends. images:
+        of each prompt. Raises UserError for an empty prompt, one that leaves no room, stop texts
+        without `to_text`, and images that the model does not read.
         """
         stop_ids = tuple(stop_ids)
         numbers = range(len(prompts)) if draws is None else draws
+        images = [None] * len(prompts) if images is None else images
         requests = [
-            self.request(prompt, sampling, stop_ids, number, f"prompt {index}")
-            for index, (prompt, number) in enumerate(zip(prompts, numbers, strict=True))
+            self.request(prompt, sampling, stop_ids, number, f"prompt {index}", placed)
+            for index, (prompt, number, placed) in enumerate(
+                zip(prompts, numbers, images, strict=True)
+            )
         ]
         for request in requests:
             self.add(request)
@@ -164,6 +174,7 @@ class Requests(ABC):
         stop_ids: Iterable[int] = (),
         number: int = 0,
         name: str = "the prompt",
+        images: PlacedImages | None = None,
     ) -> Request:
         """Return a checked request, for `add`; raises UserError as `generate` does."""
         # Checked here: an index beyond the table would be clamped on the device and continue
@@ -179,6 +190,8 @@ class Requests(ABC):
                 f"{name} holds token {max(prompt)}, the model has {vocab_size}; use "
                 "the tokenizer that belongs to the model"
             )
+        if images is not None:
+            self._check_images(images, len(prompt), name)
         if sampling.stop and self.to_text is None:
             raise UserError("sampling.stop: stop texts need the sampler's to_text function")
         ends = tuple(sorted({*self.eos_ids, *stop_ids}))
@@ -188,7 +201,23 @@ class Requests(ABC):
             if self._grammars is None:
                 self._grammars = Grammars(self.tokenizer, vocab_size)
             constraint = self._grammars.begin(sampling.structured_outputs, ends)
-        return Request(prompt, sampling, ends, number, limit, constraint=constraint)
+        return Request(prompt, sampling, ends, number, limit, images, constraint=constraint)
+
+    def _check_images(self, images: PlacedImages, length: int, name: str) -> None:
+        assert len(images.slot) == length, f"{len(images.slot)} slots for {length} tokens"
+        if hasattr(self.model, "draft"):
+            raise UserError(f"{name} has images, which are answered without a draft; remove it")
+        if self.packer is None or getattr(self.model, "vision", None) is None:
+            raise UserError(f"{name} has images, and the model reads text alone")
+        if self.model.image_blocks:
+            raise UserError(
+                f"{name} has images, whose tokens see each other in this model; they are read in"
+                " training and by `jaxtrain score`, and not by the sampler"
+            )
+        if self.model.exact is not None:
+            raise UserError(
+                f"{name} has images, whose tower has no exact form; set rollout.exact to false"
+            )
 
     @property
     def num_waiting(self) -> int:
@@ -218,3 +247,13 @@ class Requests(ABC):
         if not holds(len(tokens)):
             return None
         return next(count for count in range(seen + 1, len(tokens) + 1) if holds(count))
+
+
+def open_sampling_packer(tokenizer: Any) -> ImagePacker | None:
+    """Return what makes patches of prompts of any size; None unless the tokenizer has the format of
+    its model's images."""
+    if getattr(tokenizer, "image_format", None) is None:
+        return None
+    from jaxtrain.data.images.patches import PatchPacker
+
+    return PatchPacker(tokenizer.image_format, None)

@@ -146,12 +146,12 @@ class LocalSampler(Requests):
         free = (row for row, running in enumerate(self._running) if running is None)
         starts: dict[Prompt, list[RowStart]] = {}
         for request in new:
-            entries = starts.setdefault(tuple(request.prompt), [])
+            entries = starts.setdefault(Prompt.of(request.prompt, request.images), [])
             row = next(free)
             entries.append(RowStart(request, row, entries[0].row if entries else row))
         kind = find_kind([request.sampling for request in new])
         slots = self._size.slots
-        for call in read_prompts(model, list(starts), self.blocks, slots, self.routes):
+        for call in read_prompts(model, list(starts), self.blocks, slots, self.routes, self.packer):
             if call.routed is not None:
                 routed_UCE = np.asarray(call.routed)
                 for chunk in call.chunks:

@@ -2,6 +2,7 @@
 
 import functools
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -10,23 +11,29 @@ import numpy as np
 from jaxtrain.batch import Batch
 from jaxtrain.core.losses.logp import token_logp
 from jaxtrain.core.losses.topk import TopK, likeliest_tokens
-from jaxtrain.data.packing.pack import MIN_SCORING_ROW, lay_out, pack_for_scoring
-from jaxtrain.data.packing.tree import chain
+from jaxtrain.data.packing.pack import BARE, MIN_SCORING_ROW, lay_out, pack_for_scoring
+from jaxtrain.data.packing.tree import PlacedImages, chain, join_images
 from jaxtrain.distributed.feed import feed, row_shards, to_host
 from jaxtrain.generation.engine import MAX_LIKELY, Completion, Likely
 from jaxtrain.generation.local.requests import Request, Requests
 from jaxtrain.generation.local.speculation import DraftedModel
 
 
-def score_text(sampler: Requests, tokens: Sequence[int]) -> tuple[list[float], list[Likely]]:
+def score_text(
+    sampler: Requests, tokens: Sequence[int], images: PlacedImages | None = None
+) -> tuple[list[float], list[Likely]]:
     """Return (the log-prob of each token given those before it, NaN for the first; the MAX_LIKELY
-    most probable tokens of each place, none for the first), at temperature 1."""
+    most probable tokens of each place, none for the first), at temperature 1. images: of the first
+    tokens."""
     model, mesh = sampler.model, sampler.mesh
     model = model.target if isinstance(model, DraftedModel) else model
-    tree = lay_out(chain(np.asarray(tokens, np.int32), {}))
+    tree, fields = lay_out(chain(np.asarray(tokens, np.int32), {})), BARE
+    if images is not None:
+        tree = replace(tree, images=join_images([(images, len(images.slot))], len(tokens)))
+        fields = replace(BARE, images=sampler.packer)
     rows = 1 if mesh is None else row_shards(mesh)
     ((batch, ((_, row, start),)),) = pack_for_scoring(
-        [tree], rows=rows, share_rows=False, row_tokens=MIN_SCORING_ROW
+        [tree], rows=rows, share_rows=False, row_tokens=MIN_SCORING_ROW, fields=fields
     )
     with sampler.on_mesh():
         scored = jax.tree.map(
@@ -54,7 +61,8 @@ def find_likely(sampler: Requests, request: Request, answer: Completion, k: int)
     if not answer.tokens:
         return []
     start, temperature = len(request.prompt), request.sampling.temperature or 1.0
-    values, texts_likely = score_text(sampler, [*request.prompt, *answer.tokens])
+    tokens = [*request.prompt, *answer.tokens]
+    values, texts_likely = score_text(sampler, tokens, request.images)
     places = zip(answer.tokens, answer.logprobs, values[start:], texts_likely[start:], strict=True)
     likely = []
     for token, tempered, drawn, best in places:

@@ -44,6 +44,8 @@ class SamplerRows(NamedTuple):
     """int32 [B, E] tokens that end the row, padded with -1."""
     shared: SharedSlots
     """Slots shared by rows that were filled together with the same prompt."""
+    shift: jax.Array | None = None
+    """int32 [B]: see FilledPrompts."""
 
 
 class RowInsert(NamedTuple):
@@ -103,6 +105,7 @@ def empty_rows(model: Any, *, B: int, S: int, E: int) -> SamplerRows:
         draw=DrawParameters(jnp.ones(B, jnp.float32), zeros_B, jnp.ones(B, jnp.float32), no_B),
         ends=jnp.full((B, E), -1, jnp.int32),
         shared=SharedSlots(jnp.arange(B, dtype=jnp.int32), zeros_B),
+        shift=None if model.rope_axes is None else zeros_B,
     )
 
 
@@ -129,6 +132,7 @@ def grow(model: Any, rows: SamplerRows, *, B: int, S: int, E: int) -> SamplerRow
         draw=DrawParameters(*map(longer, rows.draw)),
         ends=longer(ends, -1),
         shared=SharedSlots(jnp.concatenate([rows.shared.leader, alone]), longer(rows.shared.until)),
+        shift=None if rows.shift is None else longer(rows.shift),
     )
 
 
@@ -153,7 +157,8 @@ def insert(
     first = _fold(keys, jnp.zeros_like(entry.number))
     last_output = filled.last_output[entry.source]
     if model.exact is None:
-        token, logprob = sample(last_output, first, entry.draw, kind, entry.allowed)
+        never = model.never_drawn
+        token, logprob = sample(last_output, first, entry.draw, kind, entry.allowed, never)
     else:
         token, logprob = draw_tokens(model, last_output, first, entry.draw, kind, entry.allowed)
 
@@ -171,6 +176,7 @@ def insert(
         draw=DrawParameters(*map(put, rows.draw, entry.draw)),
         ends=put(rows.ends, entry.ends),
         shared=share(rows.shared, entry, filled.length),
+        shift=None if filled.shift is None else put(rows.shift, filled.shift[entry.source]),
     )
 
 
@@ -232,7 +238,11 @@ def decode_chunk(
     def advance(rows: SamplerRows) -> tuple[SamplerRows, jax.Array | None]:
         # Rows that are done read no token, so that their cache stays as it is.
         count_B = (~rows.done).astype(jnp.int32)
-        read = model.decode(rows.token[:, None], rows.cache, count_B, shared=rows.shared)
+        tokens_B1 = rows.token[:, None]
+        if rows.shift is None:
+            read = model.decode(tokens_B1, rows.cache, count_B, shared=rows.shared)
+        else:
+            read = model.decode_seen(rows.shift, tokens_B1, rows.cache, count_B, rows.shared)
         keys = _fold(rows.keys, rows.count)
         token, logprob = draw_tokens(model, read.hidden[:, 0], keys, rows.draw, kind, allowed_BW)
         rows = rows._replace(
@@ -269,13 +279,14 @@ def draw_tokens(
     alone the log-prob differs from training's by right.
     """
     if model.exact is None or allowed_BW is not None:
-        return sample(model.logits(hidden_BD), keys, draw, kind, allowed_BW)
+        return sample(model.logits(hidden_BD), keys, draw, kind, allowed_BW, model.never_drawn)
 
     def choose(logits_head, hidden_1BD, aux):
         keys_1BX, draw = aux
         keys = jax.random.wrap_key_data(keys_1BX[0])
         logits = model.logits_of(logits_head, hidden_1BD[0])
-        return sample(logits, keys, DrawParameters(*(x[0] for x in draw)), kind)[0][None]
+        draw, never = DrawParameters(*(x[0] for x in draw)), model.never_drawn
+        return sample(logits, keys, draw, kind, never=never)[0][None]
 
     head_VD, exact = model.head(), model.exact
     aux = jax.random.key_data(keys)[None], DrawParameters(*(x[None] for x in draw))

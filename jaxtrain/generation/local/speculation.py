@@ -46,6 +46,14 @@ class DraftedModel(NamedTuple):
         """The target's `exact`."""
         return self.target.exact
 
+    rope_axes = None
+    """Prompts with images have no draft, so that all positions are those of text."""
+
+    @property
+    def never_drawn(self) -> tuple[int, ...]:
+        """The target's tokens that are not drawn."""
+        return self.target.never_drawn
+
     @property
     def compute_dtype(self) -> Any:
         """The target's dtype of activations."""

@@ -18,6 +18,7 @@ from typing import Any, Protocol
 from aiohttp import web
 
 import jaxtrain
+from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.environments.endpoint_app import Route, read_json, stream
 from jaxtrain.environments.request_fields import RequestRefused, check_fields, refuse
 from jaxtrain.environments.text_stream import TextStream
@@ -48,6 +49,7 @@ class WatchedEngine(Protocol):
         index: int = 0,
         likely: int = 0,
         watch: Callable[[Completion], None] | None = None,
+        images: PlacedImages | None = None,
     ) -> Coroutine[Any, Any, Completion]:
         """Continue a prompt."""
         ...
@@ -370,13 +372,21 @@ class Answers:
         if not request.draws:
             return Completion([], [], "length")
         prompt, number = request.prompts[index // request.n], index % request.n
+        images = {} if request.images is None else {"images": request.images}
         try:
             completion = await self.model.engine.generate(
-                prompt, request.sampling, request.ends, number, request.logprobs or 0, watch
+                prompt,
+                request.sampling,
+                request.ends,
+                number,
+                request.logprobs or 0,
+                watch,
+                **images,
             )
         except UserError as error:
-            # A regex or a schema that cannot be compiled.
-            refuse(f"response_format: {error}")
+            # Images of a model with a draft; a regex or a schema that cannot be compiled.
+            name = "response_format" if request.images is None else "messages"
+            refuse(f"{name}: {error}")
         except EpisodeFailed as error:
             raise RequestRefused(503, f"the answer came to nothing: {error}") from None
         except Exception as error:

@@ -8,11 +8,16 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 from pydantic import ValidationError
 
+from jaxtrain.config.data import DatasetConfig
 from jaxtrain.config.limits import SEED
 from jaxtrain.config.task import StructuredOutputs
+from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.chat.template import TemplateFailed, encode, end_of_turn_ids
+from jaxtrain.data.chat.tokenize import open_images, open_row_images
+from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.environments.chat_request import (
     check_top_logprobs,
     read_conversation,
@@ -94,15 +99,26 @@ class OpenRequest(NamedTuple):
     """True: answers have their token ids, too."""
     spelled: bool
     """False: log-probs name tokens as token_id:N instead of by their text."""
+    images: PlacedImages | None = None
+    """Images of a conversation."""
 
 
 class ServingFormat:
     """Format of prompts, and their longest length."""
 
-    def __init__(self, tokenizer: Any, vocab_size: int, max_model_len: int):
-        """vocab_size: of the model. max_model_len: longest sequence, prompt and answer."""
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        max_model_len: int,
+        image_hosts: Sequence[str] = (),
+    ):
+        """vocab_size: of the model. max_model_len: longest sequence, prompt and answer.
+        image_hosts: hosts whose URLs of images are fetched."""
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
         self.template, self.no_chat, self.family = None, "", ""
+        hosts = DatasetConfig(path="builtin:requests", image_hosts=list(image_hosts))
+        self.images = open_images(hosts, tokenizer)
         try:
             self.template = TurnTemplate(tokenizer)
             self.family = find_family(str(tokenizer.chat_template))
@@ -119,7 +135,7 @@ class ServingFormat:
         """Parse POST /v1/chat/completions; RequestRefused."""
         check_fields(body, OPEN_CHAT, note)
         top = check_top_logprobs(body)
-        tokens, tools, opened = self.render(body, note)
+        tokens, tools, opened, images = self.render(body, note)
         forced = force_call(body.get("tool_choice"), tools)
         stops = read_stop_ids(body, self.vocab_size)
         assert self.template is not None, "render refuses without one"
@@ -135,15 +151,18 @@ class ServingFormat:
             opened=opened and not forced,
             logprobs=top if body.get("logprobs") else None,
             echo=False,
+            images=images,
         )
 
     def render(
         self, body: Mapping[str, Any], note: Note
-    ) -> tuple[list[int], list[dict[str, Any]], bool]:
-        """Return (tokens, tools, True if it opens a thought) of the messages of a request."""
+    ) -> tuple[list[int], list[dict[str, Any]], bool, PlacedImages | None]:
+        """Return (tokens, tools, True if it opens a thought, images) of the messages of a
+        request."""
         if self.template is None:
             refuse(f"messages cannot be written: {self.no_chat}")
-        messages, _, tools, kwargs = read_conversation(body, note)
+        images = open_row_images(self.images, "")
+        messages, _, tools, kwargs = read_conversation(body, note, images)
         try:
             prompt = TokenHistory(self.template).prepare(
                 messages, {}, tools, kwargs, self.max_model_len
@@ -152,7 +171,13 @@ class ServingFormat:
             self._refuse_length(str(error))
         except TemplateFailed as error:
             refuse(f"messages: the chat template refuses them: {error}")
-        return prompt.tokens, tools, prompt.opened
+        placed = None
+        if images is not None:
+            try:
+                placed = images.find(np.asarray(prompt.tokens), messages)
+            except MalformedRow as error:
+                refuse(f"messages: {error}")
+        return prompt.tokens, tools, prompt.opened, placed
 
     def read_completion(self, body: Mapping[str, Any], note: Note) -> OpenRequest:
         """Parse POST /v1/completions; RequestRefused."""

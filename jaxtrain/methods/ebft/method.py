@@ -68,6 +68,8 @@ class FeatureMatchingData(PromptData):
     def __init__(self, config: Config, tokenizer: Any):
         task = config.task
         assert isinstance(task, EBFTTask)
+        # Features of answers are those of texts: images of prompts are refused.
+        tokenizer.image_format = None
         plan = rl.make_plan(config)
         truths = GroundTruths(
             config.data.datasets,

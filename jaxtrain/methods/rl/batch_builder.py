@@ -27,10 +27,11 @@ from typing import Any, Literal
 import numpy as np
 
 from jaxtrain.batch import ROUTED, Batch, RouteShape, pad_routes
-from jaxtrain.data.packing.pack import Fields, fit_rows, lay_out
+from jaxtrain.data.packing.pack import Fields, ImagePacker, lay_out
 from jaxtrain.data.packing.prefixes import FlatSequence, Saving, measure_saving, merge_prefixes
 from jaxtrain.data.packing.steps import StepShape
-from jaxtrain.data.packing.tree import Tree
+from jaxtrain.data.packing.tree import Tree, join_images
+from jaxtrain.data.packing.window import fit_trees
 from jaxtrain.errors import RunStopped
 from jaxtrain.generation.episodes import Episode, Group, TokenSequence
 
@@ -80,11 +81,25 @@ class BatchBuilder:
     dtype: type = np.float32
     routes: RouteShape | None = None
     """Shape of the records of experts that tokens are routed to again; None: routers choose."""
+    images: ImagePacker | None = None
+    """Makes patches of the images of prompts; None: prompts have none."""
 
     @property
     def streams(self) -> dict[str, Any]:
         """Dtype of each per-token stream that `pack` writes."""
         return stream_dtypes(self.routes)
+
+    def fits(self, sequence: TokenSequence) -> bool:
+        """Return True if a row has room for the sequence."""
+        images = () if sequence.images is None else sequence.images.images
+        patches, most = sum(image.num_patches for image in images), self.row_patches
+        fits = most is None or patches <= most
+        return fits and len(sequence.tokens) <= self.shape.row_tokens
+
+    @property
+    def row_patches(self) -> int | None:
+        """Patches of a row at most; None: no limit."""
+        return None if self.images is None else self.images.row_patches
 
     @property
     def all_components(self) -> tuple[str, ...]:
@@ -121,7 +136,7 @@ def build_batches(groups: Sequence[Group], builder: BatchBuilder) -> RoundBatche
             group = groups[index]
             branches = []
             for member, episode in enumerate(group.episodes):
-                if any(len(sequence.tokens) > row_tokens for sequence in episode.sequences):
+                if not all(builder.fits(sequence) for sequence in episode.sequences):
                     too_long += 1
                     continue
                 # In float64 like the weights below: the batch rounds once.
@@ -131,7 +146,7 @@ def build_batches(groups: Sequence[Group], builder: BatchBuilder) -> RoundBatche
                 )
                 episodes += 1
             branches += make_truth(group.truth, builder)
-            trees += grow(branches, row_tokens, builder.share_prompts)
+            trees += grow(branches, row_tokens, builder.share_prompts, builder.row_patches)
         if not trees:
             continue
         trees_of_all += trees
@@ -174,7 +189,7 @@ def make_truth(truth: Episode | None, builder: BatchBuilder) -> list[FlatSequenc
     for sequence in truth.sequences:
         mask = np.array(sequence.sampled, bool)
         mask[:1] = False
-        if mask.any() and len(sequence.tokens) <= builder.shape.row_tokens:
+        if mask.any() and builder.fits(sequence):
             # Weight 0 in the components of answers: the ground truth is trained by its own one
             # alone.
             branch = make_branch(sequence, mask, 0.0, np.zeros(1), -1, builder, drawn=False)
@@ -222,11 +237,15 @@ def make_branch(
             DRAWN: trained * float(drawn),
             **streams,
         },
+        join_images([(sequence.images, length)], length),
     )
 
 
-def grow(branches: Sequence[FlatSequence], row_tokens: int, share: bool) -> list[Tree]:
-    """Return trees of at most row_tokens; a larger group is split into several, in order."""
+def grow(
+    branches: Sequence[FlatSequence], row_tokens: int, share: bool, row_patches: int | None = None
+) -> list[Tree]:
+    """Return trees of at most row_tokens, and of row_patches; a larger group is split into several,
+    in order."""
     if not share:
         return [tree for branch in branches for tree in merge_prefixes([branch])]
     trees: list[Tree] = []
@@ -235,7 +254,11 @@ def grow(branches: Sequence[FlatSequence], row_tokens: int, share: bool) -> list
     for branch in branches:
         # Only context is shared: a drawn token has its own advantage and log-prob in every branch.
         merged = merge_prefixes([*chunk, branch], share="context")
-        if chunk and any(tree.num_tokens > row_tokens for tree in merged):
+        if chunk and any(
+            tree.num_tokens > row_tokens
+            or (row_patches is not None and tree.num_patches > row_patches)
+            for tree in merged
+        ):
             trees += grown
             chunk = []
             merged = merge_prefixes([branch], share="context")
@@ -247,11 +270,13 @@ def grow(branches: Sequence[FlatSequence], row_tokens: int, share: bool) -> list
 def pack(trees: Sequence[Tree], builder: BatchBuilder) -> Batch:
     """Pack trees into rows [A, B, T] by first-fit-decreasing."""
     shape = builder.shape
-    sizes = [tree.num_tokens for tree in trees]
-    unpacked = [[index] for index in range(len(trees))]
-    rows = fit_rows(sizes, shape.row_tokens) if builder.packing else unpacked
+    rows = [[index] for index in range(len(trees))]
+    if builder.packing:
+        rows = fit_trees(trees, shape.row_tokens, builder.row_patches)
     packed = [[lay_out(trees[i], "branch") for i in row] for row in rows]
-    fields = Fields(builder.all_components, builder.streams, dtype=builder.dtype)
+    fields = Fields(
+        builder.all_components, builder.streams, dtype=builder.dtype, images=builder.images
+    )
     return replace(shape, fields=fields).build(packed)
 
 

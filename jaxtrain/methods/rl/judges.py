@@ -72,7 +72,12 @@ def ask_judges(
     judges: Sequence[RewardModelJudge], batch: Batch, scorer: Scorer
 ) -> dict[str, np.ndarray]:
     """Return {role: float [A, B, T]}, the score of each judge at every token of a batch; on all
-    processes."""
+    processes. UserError for images, which reward models do not read."""
+    if judges and batch.images is not None:
+        raise UserError(
+            f"rewards.model: {judges[0].role} scores texts, and prompts have images; judge answers"
+            " to these by a function"
+        )
     answers = {}
     for judge in judges:
         scores = scorer.scores(batch, judge.role).astype(np.float64)

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxtrain.batch import ROUTED, Batch, RouteShape
+from jaxtrain.batch import IMAGE_SLOT, ROUTED, Batch, RouteShape
 from jaxtrain.config import Config
 from jaxtrain.config.policies import list_trained
 from jaxtrain.core.architecture import read_architecture
@@ -19,13 +19,13 @@ from jaxtrain.core.roles import Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY, Round, Task, of_policy
 from jaxtrain.core.weights import read_start
-from jaxtrain.data.packing.pack import Fields
+from jaxtrain.data.packing.pack import Fields, ImagePacker
 from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engines import find_engine
 from jaxtrain.generation.group_player import AnswerOptions
-from jaxtrain.methods.offline import check_packing
+from jaxtrain.methods.offline import check_packing, open_images
 from jaxtrain.methods.reference_model import REFERENCE, find_reference, mixing
 from jaxtrain.methods.rl.advantages import AdvantageOptions, RewardTable, turn_advantages
 from jaxtrain.methods.rl.batch_builder import EPISODE, TURN, BatchBuilder, stream_dtypes
@@ -42,15 +42,16 @@ Section = RLTask
 
 def open_data(config: Config, tokenizer: Any) -> PromptData:
     """Return the prompts, and how answers to them become batches."""
-    return PromptData(config, tokenizer, make_plan(config))
+    images = open_images(config, tokenizer, config.data.sequence_len)
+    return PromptData(config, tokenizer, make_plan(config, images))
 
 
-def make_plan(config: Config) -> RoundPlan:
-    """Return how a round is made and trained."""
+def make_plan(config: Config, images: ImagePacker | None = None) -> RoundPlan:
+    """Return how a round is made and trained. images: makes patches of the images of prompts."""
     task = config.task
     assert isinstance(task, PolicyTask)
     return RoundPlan(
-        make_builder=partial(read_builder, task, config),
+        make_builder=partial(read_builder, task, config, images=images),
         advantages=AdvantageOptions(
             task.resolved("baseline"),
             task.resolved("scale_rewards"),
@@ -60,7 +61,7 @@ def make_plan(config: Config) -> RoundPlan:
         ),
         updates=task.num_minibatches * task.num_iterations,
         parts=task.num_minibatches if config.rollout.streaming else 1,
-        fields=Fields(tuple(rl_coef(task)), stream_dtypes(find_routes(config))),
+        fields=Fields(tuple(rl_coef(task)), stream_dtypes(find_routes(config)), images=images),
         # A reward model scores answers on the devices that train, after they were drawn.
         answers=AnswerOptions(
             need_reward=not any(reward.model and reward.weight for reward in config.rewards)
@@ -110,10 +111,10 @@ def make(config: Config) -> Task:
 
 
 def list_streams(task: PolicyTask, config: Config) -> tuple[str, ...]:
-    """Return the streams that the loss reads, the last one where there are routing records."""
+    """Return the streams that the loss and the model read, the last two where they are there."""
     old = takes_sampled_logp(task, config) or scores_policy(task, config)
     names = ("old_logp",) * old + ("ref_logp",) * ("kl" in rl_coef(task))
-    return ("advantage", "sampler_logp", *names, ROUTED)
+    return ("advantage", "sampler_logp", *names, ROUTED, IMAGE_SLOT)
 
 
 def rl_coef(task: PolicyTask) -> dict[str, float]:
@@ -182,8 +183,10 @@ def read_objective(task: PolicyTask, config: Config) -> PolicyObjective:
     )
 
 
-def read_builder(task: PolicyTask, config: Config, rows: int) -> BatchBuilder:
-    """Return how a round becomes batches with `rows` rows in a microstep."""
+def read_builder(
+    task: PolicyTask, config: Config, rows: int, images: ImagePacker | None = None
+) -> BatchBuilder:
+    """Return how a round becomes batches with `rows` rows in a microstep. images: see make_plan."""
     data = config.data
     # units: the number of microsteps follows from what the groups fill.
     shape = StepShape(rows, None, data.sequence_len, tuple(data.length_buckets))
@@ -199,6 +202,7 @@ def read_builder(task: PolicyTask, config: Config, rows: int) -> BatchBuilder:
         num_minibatches=1 if config.rollout.streaming else task.num_minibatches,
         dtype=np.float64 if config.model.compute_dtype == "float64" else np.float32,
         routes=find_routes(config),
+        images=images,
     )
 
 

@@ -290,7 +290,7 @@ class PromptData:
     def _open_prompts(self) -> list[PromptRows]:
         """Open the rows of each dataset; raises UserError."""
         return [
-            open_prompts(dataset, f"data.datasets.{index}")
+            open_prompts(dataset, f"data.datasets.{index}", self.tokenizer)
             for index, dataset in enumerate(self.config.data.datasets)
         ]
 

@@ -1,0 +1,223 @@
+"""GRPO on prompts with images, drawn by the local sampler; evaluation sets with images."""
+
+import base64
+import json
+
+import pytest
+from serving_toy import serving
+from smolvlm_text import TEMPLATE
+from test_methods_vision import FOLDER, FOLDERS, SMOLVLM
+from tiny_vision import VISION
+
+from jaxtrain.generation.local.engine import LocalEngine
+from jaxtrain.main import main
+from jaxtrain.models import build, families, saving
+from jaxtrain.text_safety import escape_control_chars
+
+RUN = """
+[parallel]
+data = 1
+fsdp = -1
+[data]
+sequence_len = 128
+micro_batch_size = 2
+datasets = [{{ path = "{folder}/train.jsonl" }}]
+[optim]
+learning_rate = 1e-3
+lr_scheduler = "constant"
+[run]
+max_steps = 3
+[task]
+kind = "rl"
+num_minibatches = 2
+[rollout]
+engine = "local"
+prompts_per_step = 4
+group_size = 4
+[sampling]
+temperature = 1.0
+max_new_tokens = 6
+[[rewards]]
+function = "{folder}/judge.py:judge"
+[eval]
+every = 3
+sets = [{{ path = "{folder}/train.jsonl", k = 2 }}]
+"""
+JUDGE = '''
+import json
+from pathlib import Path
+
+
+def judge(prompts, completions, images, answer):
+    """More for answers whose bytes are close to the picture's name."""
+    for prompt, listed in zip(prompts, images):
+        with open(Path(__file__).parent / "seen.jsonl", "a") as file:
+            kinds = [part["type"] for part in prompt[-1]["content"]]
+            image = prompt[-1]["content"][0]
+            line = [kinds, image["path"], image["width"], image["sha256"] == listed[0].key]
+            file.write(json.dumps(line) + "\\n")
+    return [
+        sum(letter in "aeiou" for letter in completion[0]["content"]) + len(name)
+        for completion, name in zip(completions, answer)
+    ]
+'''
+
+
+def write_rows(folder):
+    """Rows with the same text, whose pictures differ; one of them twice in a row's conversation."""
+    from PIL import Image
+
+    with open(folder / "train.jsonl", "w") as file:
+        for number, color in enumerate(["red", "green", "blue", "gray"]):
+            size = (20, 20) if number % 2 else (20, 36)
+            Image.new("RGB", size, color).save(folder / f"{number}.png")
+            row = {"prompt": "<image>Which?", "images": [f"{number}.png"], "answer": color}
+            file.write(json.dumps(row) + "\n")
+
+
+def run(folder, model, template, name="run", **overrides):
+    """Train and return (lines of metrics.jsonl, output folder)."""
+    (folder / "template.jinja").write_text(template)
+    (folder / "judge.py").write_text(JUDGE)
+    model = model.replace("smolvlm.jinja", "template.jinja")
+    (folder / "config.toml").write_text((model + RUN).format(folder=folder))
+    output = folder / name
+    words = [f"{key}={value}" for key, value in overrides.items()]
+    command = ["--config", str(folder / "config.toml"), f"run.output_dir={output}", *words]
+    assert main(command) == 0
+    return list(map(json.loads, (output / "metrics.jsonl").read_text().splitlines())), output
+
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def smolvlm(tmp_path_factory):
+    """Lines of metrics.jsonl and the output folder, in the folder of the rows."""
+    folder = tmp_path_factory.mktemp("smolvlm")
+    write_rows(folder)
+    return run(folder, SMOLVLM, TEMPLATE)
+
+
+def check_run(lines, output):
+    """The sampler computes the log-probs of the trainer: pixels, places and rotations are the same;
+    rewards get parts."""
+    folder = output.parent
+    name = "sampling/sampling_logp_difference/max"
+    gaps = [line[name] for line in lines if name in line]
+    assert gaps and max(gaps) < 1e-4, gaps
+    seen = [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
+    assert all(
+        kinds == ["image", "text"] and width == 20 and same for kinds, _, width, same in seen
+    )
+    assert {path for _, path, *_ in seen} == {str(folder / f"{n}.png") for n in range(4)}
+    samples = list(map(json.loads, (output / "samples.jsonl").read_text().splitlines()))
+    assert any("set" in line for line in samples), "an evaluation set is answered"
+    for line in samples:
+        assert line["prompt"][-1]["content"][1] == {"type": "text", "text": "Which?"}
+
+
+def test_a_run_draws_answers_to_pictures(smolvlm):
+    check_run(*smolvlm)
+
+
+def test_a_run_of_qwen_draws_answers_to_pictures(tmp_path):
+    template, tokens, settings = FOLDERS["qwen3_vl"]
+    raw = {**VISION["qwen3_vl"], "image_token_id": 512}
+    raw["text_config"] = {**raw["text_config"], "vocab_size": 528}
+    architecture = families.config_from_hf(raw)
+    saving.save(build.init(architecture, 0), architecture, tmp_path / "start")
+    (tmp_path / "start" / "preprocessor_config.json").write_text(json.dumps(settings))
+    write_rows(tmp_path)
+    model = FOLDER.replace("{tokens}", json.dumps(tokens))
+    check_run(*run(tmp_path, model, template))
+
+
+def test_verbs_answer_and_score_prompts_with_pictures(smolvlm, capsys):
+    _, output = smolvlm
+    folder = output.parent
+    options = ["sampling.temperature=0", "sampling.max_new_tokens=5", "model.compute_dtype=float32"]
+
+    def generate(*words):
+        capsys.readouterr()
+        code = main(["generate", str(output / "model"), *options, *words])
+        printed = capsys.readouterr()
+        return code, printed.out, printed.err
+
+    answers = folder / "answers.jsonl"
+    rows = ["--input", str(folder / "train.jsonl"), "--output", str(answers)]
+    code, _, error = generate(*rows, "--messages")
+    assert code == 0, error
+    lines = list(map(json.loads, answers.read_text().splitlines()))
+    assert len(lines) == 4
+    for number, line in enumerate(lines):
+        user, answer = line["messages"]
+        path = str(folder / f"{number}.png")
+        assert user["content"] == [
+            {"type": "image", "path": path},
+            {"type": "text", "text": "Which?"},
+        ]
+        code, out, _ = generate("--prompt", "Which?", "--image", path)
+        assert code == 0 and ">>> [image 20x" in out
+        assert out.split("Which?\n")[1] == f"{escape_control_chars(answer['content'])}\n\n"
+    code, _, error = generate("--prompt", "Which?", "--image", str(folder / "none.png"))
+    assert code == 2 and "an image is absent" in error
+
+    scored = folder / "scored.jsonl"
+    command = [
+        "score",
+        str(output / "model"),
+        str(answers),
+        "--top-k",
+        "3",
+        "--output",
+        str(scored),
+    ]
+    assert main([*command, "model.compute_dtype=float32"]) == 0
+    tops = [json.loads(line)["target_logprobs"] for line in scored.read_text().splitlines()]
+    # The pictures of rows 0 and 2 have the same size and so the same tokens.
+    assert len(tops) == 4 and tops[0][0] != tops[2][0]
+
+
+def test_a_server_answers_messages_with_data_urls(smolvlm):
+    from jaxtrain.api import Model
+
+    _, output = smolvlm
+    model = Model(str(output / "model"), ["model.compute_dtype=float32"])
+    engine = LocalEngine(model.sampler(True))
+
+    def ask(server, url, **body):
+        content = [
+            {"type": "image_url", "image_url": {"url": url}},
+            {"type": "text", "text": "Which?"},
+        ]
+        messages = [{"role": "user", "content": content}]
+        body = {"messages": messages, "temperature": 0, "max_tokens": 5, "logprobs": True, **body}
+        return server.post("/v1/chat/completions", **body)
+
+    def read(number):
+        data = (output.parent / f"{number}.png").read_bytes()
+        return f"data:image/png;base64,{base64.b64encode(data).decode()}"
+
+    with serving(model.tokenizer, engine, vocab_size=model.vocab_size, max_model_len=100) as server:
+        replies = [ask(server, read(number)) for number in (0, 2, 0)]
+        assert [status for status, _ in replies] == [200] * 3
+        first, other, again = ([c["logprobs"] for c in body["choices"]] for _, body in replies)
+        assert first == again != other
+        likely = ask(server, read(0), top_logprobs=2)[1]["choices"][0]["logprobs"]["content"]
+        assert [t["logprob"] for t in likely] == [t["logprob"] for t in first[0]["content"]]
+        for best in likely:
+            gaps = [abs(t["logprob"] - best["logprob"]) for t in best["top_logprobs"]]
+            assert min(gaps) < 1e-4
+        for url, problem in {
+            "http://example.org/x.png": "hosts in image_hosts",
+            "data:image/png;base64,AAAA": "an image is none of PNG",
+            "data:image/png,AAAA": "not in base64",
+            "/etc/passwd": "an image",
+        }.items():
+            status, body = ask(server, url)
+            assert status == 400 and problem in body["error"]["message"], body
+        status, body = server.post(
+            "/tokenize", messages=[{"role": "user", "content": [{"type": "image"}]}]
+        )
+        assert status == 400 and "holds no image" in body["error"]["message"], body
