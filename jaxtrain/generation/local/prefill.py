@@ -22,7 +22,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-
 from jaxtrain_kernels import Context
 
 from jaxtrain.batch import IMAGE_SLOT, Batch, Images, RouteShape
