@@ -110,7 +110,17 @@ def check_greedy(pictures, theirs, tokens, placed, answer):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_vl", "smolvlm"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_vl",
+        "smolvlm",
+        pytest.param("qwen3_5", marks=pytest.mark.slow),
+        pytest.param("qwen3_5_moe", marks=pytest.mark.thorough),
+        pytest.param("qwen3_vl_moe", marks=pytest.mark.thorough),
+        pytest.param("idefics3", marks=pytest.mark.thorough),
+    ],
+)
 def test_greedy_answers_are_those_of_transformers(name, monkeypatch):
     """Prompts of several lengths in one batch: two images, one, one at the end, none; and the
     text of another prompt with another picture."""
