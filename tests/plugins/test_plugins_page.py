@@ -34,8 +34,8 @@ from jaxtrain.runs.checkpoint import Checkpoints
 from jaxtrain.runs.observers.dispatch import Observers
 from jaxtrain.runs.sinks import Sinks
 
-CWM = {
-    "architectures": ["CwmForCausalLM"],
+WINDOWED = {
+    "architectures": ["WindowedLlamaForCausalLM"],
     "model_type": "cwm",
     "vocab_size": 512,
     "hidden_size": 32,
@@ -63,7 +63,7 @@ def name_of(request, my_package):
 def make_config(**sections) -> Config:
     table = {
         "run": {"max_steps": 10},
-        "model": {"architecture": CWM, "tokenizer": "builtin"},
+        "model": {"architecture": WINDOWED, "tokenizer": "builtin"},
         "data": {"datasets": [{"path": "x"}], "sequence_len": 64},
         "log": {"console": "plain"},
     }
@@ -152,14 +152,14 @@ def test_the_config_knows_the_built_in_formats():
     assert set(FORMATS) == {"auto", *COLUMNS}
 
 
-@pytest.mark.parametrize("family", [None, "my_package.cwm", "{}/my_package/cwm.py"])
+@pytest.mark.parametrize("family", [None, "my_package.windowed", "{}/my_package/windowed.py"])
 def test_a_model_family(my_package, family, tmp_path):
     section = {"path": str(tmp_path), "init": "random", "tokenizer": "builtin"}
     if family is not None:
         section["family"] = family.format(my_package)
-    (tmp_path / "config.json").write_text(json.dumps(CWM))
+    (tmp_path / "config.json").write_text(json.dumps(WINDOWED))
     config = build_model_bundle(make_config(model=section)).architecture
-    assert config.architecture == "CwmForCausalLM"
+    assert config.architecture == "WindowedLlamaForCausalLM"
     assert [spec.window for spec in config.layers()] == [None, 5]
     assert config == families.read_config(tmp_path, section.get("family"))
     parameters = dict(nnx.to_flat_state(nnx.state(build.abstract(config))))
@@ -171,9 +171,11 @@ def test_the_model_family_computes_what_transformers_does(my_package, tmp_path):
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
-    settings = transformers.AutoConfig.for_model(**CWM)
+    # Code World Model, whose model_type it has, is Llama with windows.
+    settings = transformers.AutoConfig.for_model(**WINDOWED)
     reference = transformers.AutoModelForCausalLM.from_config(settings, attn_implementation="eager")
     reference.float().eval().save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(WINDOWED))
     tokens = np.arange(20)[None] * 7 % 512
     with torch.no_grad():
         expected = reference(torch.tensor(tokens)).logits.numpy()
@@ -188,15 +190,23 @@ def test_the_model_family_computes_what_transformers_does(my_package, tmp_path):
 @pytest.mark.parametrize(
     ("family", "raw", "message"),
     [
-        (None, {"architectures": ["CwmForCausalML"]}, "did you mean 'CwmForCausalLM'"),
-        ("jaxtrain.models.llama", {}, "names 'CwmForCausalLM', but jaxtrain.models.llama holds"),
+        (
+            None,
+            {"architectures": ["WindowedLlamaForCausalML"]},
+            "did you mean 'WindowedLlamaForCausalLM'",
+        ),
+        (
+            "jaxtrain.models.llama",
+            {},
+            "names 'WindowedLlamaForCausalLM', but jaxtrain.models.llama holds",
+        ),
         ("jaxtrain.models.naming", {}, "has no Config and no Model and no names"),
         ("my_package.nothing", {}, "there is no module my_package.nothing"),
     ],
 )
 def test_what_is_no_such_family_is_refused(my_package, family, raw, message):
     with pytest.raises(UserError, match=message):
-        families.config_from_hf({**CWM, **raw}, family)
+        families.config_from_hf({**WINDOWED, **raw}, family)
 
 
 def read_lines(path):
