@@ -78,8 +78,10 @@ def sample(
     else:
         greedy_B = draw.temperature == 0
         logits_BV = logits_BV / jnp.where(greedy_B, 1.0, draw.temperature)[:, None]
-        kept_BV = cut(logits_BV, draw) if kind.truncate else logits_BV
-        best_B, drawn_B, lse_B = draw_by_class(keys, without(kept_BV, never))
+        # Before the cut: else top_k or top_p might keep nothing but tokens that are not drawn.
+        drawable_BV = without(logits_BV, never)
+        kept_BV = cut(drawable_BV, draw) if kind.truncate else drawable_BV
+        best_B, drawn_B, lse_B = draw_by_class(keys, kept_BV)
         token_B = jnp.where(greedy_B, best_B, drawn_B)
         if kind.truncate or never:
             lse_B = jax.nn.logsumexp(logits_BV, axis=-1)
