@@ -133,6 +133,13 @@ def test_a_truncated_file_is_refused(kind):
             read(whole[: len(whole) * 3 // 4])
 
 
+def test_broken_exif_data_are_refused():
+    whole = encode(Image.open(io.BytesIO(draw(60, 50))), "PNG", exif=b"Exif\0\0no such header")
+    for read in (measure, decode):
+        with pytest.raises(MalformedRow, match="an image cannot be decoded: not a TIFF file"):
+            read(whole)
+
+
 @pytest.mark.parametrize(
     "data", [b"", b"\x89PNG\r\n\x1a\n", b"%!PS-Adobe-3.0 EPSF-3.0\n", b"GIF89a"]
 )

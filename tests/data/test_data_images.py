@@ -143,6 +143,7 @@ BAD = [
     (ask(part("x"), image="file:///etc/passwd"), "an image lies outside of", ""),
     (ask(part("x"), image="https://a.b/c.png"), "an image is a URL, which are read only of", ""),
     (ask(part("x"), image="ftp://a.b/c.png"), "an image is a URL of scheme 'ftp'", ""),
+    (ask(part("x"), image="http://[a/c.png"), "an image is no URL: Invalid IPv6 URL", ""),
     (ask(part("x"), image="train.jsonl"), "an image is none of PNG, JPEG", ""),
     (ask(part("x"), image="."), "an image is a folder, not a file", ""),
     (ask(part("x"), image=7), "an image is a number, not a path", ""),
@@ -195,6 +196,7 @@ def test_a_url_is_fetched_of_an_allowed_host_alone(folder, tokenizer):
             assert [image.size for image in sample.images.images] == [(20, 10)]
         for url, reason in (
             (f"http://{place}/no.png", "an image cannot be fetched: Not Found"),
+            (f"http://{place}/a b.png", "an image cannot be fetched: URL can't contain control"),
             ("https://other.example/a.png", "a URL of 'other.example', not in image_hosts"),
             (f"http://{place}/?to=http://localhost/a.png", "a URL of 'localhost', not in image"),
             (f"http://{place}/?to=ftp://127.0.0.1/a.png", "a URL of scheme 'ftp'"),

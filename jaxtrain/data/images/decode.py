@@ -46,7 +46,10 @@ def measure(data: bytes) -> tuple[int, int]:
         width, height = picture.size
         picture.draft("RGB", (max(width // 8, 1), max(height // 8, 1)))
         _load(picture)
-        turned = picture.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        try:
+            turned = picture.getexif().get(0x0112, 1) in (5, 6, 7, 8)
+        except Exception as error:  # a parser of untrusted bytes may raise anything
+            raise _unreadable(error) from None
     return (height, width) if turned else (width, height)
 
 

@@ -14,6 +14,7 @@ are fetched from the hosts of `image_hosts` alone.
 import base64
 import binascii
 import hashlib
+import http.client
 import os
 import urllib.error
 import urllib.request
@@ -28,7 +29,7 @@ from typing_extensions import override
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow, is_empty
-from jaxtrain.data.images.decode import MAX_BYTES, measure, read_file
+from jaxtrain.data.images.decode import MAX_BYTES, decode, measure, read_file
 from jaxtrain.data.images.format import ImageFormat
 from jaxtrain.data.packing.tree import Image, PlacedImages
 from jaxtrain.text_safety import name_type, show
@@ -54,6 +55,9 @@ class ImageReader:
     """Hosts whose URLs are fetched."""
     measured: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False)
     """Sizes of images that were decoded, by their hashes."""
+    decodes: bool = False
+    """True: an image is decoded as the tower gets it before it is accepted, so that patches can be
+    made of whatever is."""
 
     def read(self, value: Any, origin: str) -> Image:
         """Read an image far enough for its tokens: its size; and check that it can be decoded. One
@@ -69,12 +73,12 @@ class ImageReader:
             if len(data) > MAX_BYTES:
                 raise MalformedRow(f"an image has more than {MAX_BYTES:,} bytes")
             key = hashlib.sha256(data).hexdigest()
-            if key not in self.measured:
-                size = measure(data)
+            # Another thread may clear the table at any time.
+            if (size := self.measured.get(key)) is None:
+                size = decode(data).size if self.decodes else measure(data)
                 if len(self.measured) >= MAX_MEASURED:
                     self.measured.clear()
                 self.measured[key] = size
-            size = self.measured[key]
             patches, features = self.format.count(size)
         except MalformedRow as error:
             error.location = f"{origin} ({describe(value)})"
@@ -139,7 +143,7 @@ class ImageReader:
         try:
             with opener.open(url, timeout=SECONDS) as reply:
                 return reply.read(MAX_BYTES + 1)
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, http.client.HTTPException) as error:
             reason = getattr(error, "reason", None) or error
             raise MalformedRow(f"an image cannot be fetched: {reason}") from None
 
@@ -180,7 +184,10 @@ class _SameHosts(urllib.request.HTTPRedirectHandler):
 
 
 def _check_host(url: str, hosts: tuple[str, ...]) -> None:
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError as error:
+        raise MalformedRow(f"an image is no URL: {error}") from None
     if parts.scheme not in ("http", "https"):
         raise MalformedRow(f"an image is a URL of scheme {show(parts.scheme, 20)}")
     if not hosts:
