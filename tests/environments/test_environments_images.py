@@ -2,16 +2,19 @@
 
 import asyncio
 import base64
+import io
 import json
 
 import numpy as np
 import pytest
-from smolvlm_text import draw, make_reader, open_tokenizer
+from PIL import Image
+from smolvlm_text import draw, encode, make_reader, open_tokenizer
 
 from jaxtrain.config import EnvConfig
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.environments.factory import open_env
+from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.environments.single_turn import SingleTurn
 from jaxtrain.errors import UnusableRow, UserError
@@ -20,6 +23,7 @@ from jaxtrain.generation.episode_codec import pack, unpack
 from jaxtrain.generation.episode_engine import open_view
 from jaxtrain.generation.local.prefill import Prompt
 from jaxtrain.generation.prompts import open_prompts
+from jaxtrain.generation.serving.open_request import ServingFormat
 from jaxtrain.safe_io import UnreadableRow
 
 
@@ -140,6 +144,24 @@ def test_a_broken_image_makes_its_prompt_unreadable(folder, tokenizer):
     assert isinstance(absent, UnreadableRow) and "an image is absent" in absent.reason
     with pytest.raises(UnusableRow, match="1 images in the column, 2 placeholders"):
         SingleTurn(tokenizer).read(few)
+
+
+def test_a_server_limits_images_before_it_decodes_them_all(folder, tokenizer):
+    form, names = ServingFormat(tokenizer, 1000, 20), []
+
+    def ask(*files):
+        urls = [f"data:image/png;base64,{base64.b64encode(data).decode()}" for data in files]
+        content = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+        form.read_chat({"messages": [{"role": "user", "content": content}]}, names.append)
+
+    pictures = [draw(20, 10, seed=seed) for seed in range(3)]  # of 12 tokens each
+    with pytest.raises(RequestRefused, match="images of more than 20 tokens"):
+        ask(*pictures)
+    assert len(form.images.measured) == 2
+    broken = encode(Image.open(io.BytesIO(pictures[0])), exif=b"Exif\0\0no such header")
+    with pytest.raises(RequestRefused, match="an image cannot be decoded"):
+        ask(broken)
+    assert not names
 
 
 def test_settings_of_a_format_are_read_again_as_they_were_written(folder, tokenizer, tmp_path):

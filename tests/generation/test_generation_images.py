@@ -163,7 +163,7 @@ def test_a_token_that_is_never_drawn_keeps_its_share_of_the_softmax():
     expected = np.asarray(jax.nn.log_softmax(logits))
     masked = np.array(logits)
     masked[:, [7, 150]] = -np.inf
-    # With top_k=1 those that are never drawn are the most probable ones: the next takes their place.
+    # With top_k=1 the most probable tokens are never drawn: the next one takes their place.
     kinds = (DrawKind(False, False), DrawKind(True, False), DrawKind(True, True))
     for kind, top_k in [*((kind, 9) for kind in kinds), (kinds[-1], 1)]:
         draw = make_draw(64, temperature=float(kind.random), top_k=top_k)
@@ -195,6 +195,8 @@ def test_image_tokens_are_never_drawn():
 def test_what_cannot_read_images_refuses_them():
     tokens, placed = Pictures("qwen3_vl").prompt(1, 3, "0", 8)
     sampler = open_sampler("qwen3_vl")
+    with pytest.raises(UserError, match=f"prompt 0 holds token {IMAGE}, which stands for an image"):
+        sampler.generate([tokens], GREEDY)
     sampler.packer = None
     with pytest.raises(UserError, match="prompt 0 has images, and the model reads text alone"):
         sampler.generate([tokens], GREEDY, images=[placed])

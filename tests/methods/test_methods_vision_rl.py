@@ -217,6 +217,8 @@ def test_a_server_answers_messages_with_data_urls(smolvlm):
         }.items():
             status, body = ask(server, url)
             assert status == 400 and problem in body["error"]["message"], body
+        status, body = server.post("/v1/completions", prompt=[model.tokenizer.image_format.token])
+        assert status == 400 and "without one" in body["error"]["message"], body
         status, body = server.post(
             "/tokenize", messages=[{"role": "user", "content": [{"type": "image"}]}]
         )

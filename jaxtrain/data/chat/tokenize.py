@@ -294,13 +294,14 @@ def open_images(dataset: DatasetConfig | None, tokenizer: Any) -> Any:
     return open_reader(dataset, tokenizer.image_format)
 
 
-def open_row_images(images: Any, origin: str) -> Any:
-    """Open the images.placing.RowImages of a row, for Row.images; None without a reader."""
+def open_row_images(images: Any, origin: str, max_tokens: int | None = None) -> Any:
+    """Open the images.placing.RowImages of a row, for Row.images; None without a reader.
+    max_tokens: limit of its images together; None: no limit."""
     if images is None:
         return None
     from jaxtrain.data.images.placing import RowImages
 
-    return RowImages(images, origin)
+    return RowImages(images, origin, max_tokens)
 
 
 def _is_weighted(pair: Any) -> bool:

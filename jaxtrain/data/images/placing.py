@@ -33,9 +33,11 @@ def describe_part(image: Image) -> dict[str, Any]:
 class RowImages:
     """Images of one row by their markers."""
 
-    def __init__(self, reader: ImageReader, origin: str = ""):
-        """origin: the row, for messages."""
-        self.reader, self.origin = reader, origin
+    def __init__(self, reader: ImageReader, origin: str = "", max_tokens: int | None = None):
+        """origin: the row, for messages. max_tokens: limit of all images together, beyond which no
+        further one is decoded; None: no limit."""
+        self.reader, self.origin, self.max_tokens = reader, origin, max_tokens
+        self._num_tokens = 0
         self.by_marker: dict[str, Image] = {}
 
     keys = PAYLOAD
@@ -130,7 +132,11 @@ class RowImages:
             raise MalformedRow(f"more than {MAX_IMAGES} images")
         origin = f"{self.origin}, image {number}" if self.origin else f"image {number}"
         try:
-            return self.reader.read(value, origin)
+            image = self.reader.read(value, origin)
+            self._num_tokens += image.num_features
+            if self.max_tokens is not None and self._num_tokens > self.max_tokens:
+                raise MalformedRow(f"images of more than {self.max_tokens:,} tokens")
+            return image
         except MalformedRow as error:
             error.location = error.location.removeprefix(f"{self.origin}, ")
             raise

@@ -192,6 +192,13 @@ class Requests(ABC):
             )
         if images is not None:
             self._check_images(images, len(prompt), name)
+        text = prompt if images is None else np.asarray(prompt)[images.slot < 0].tolist()
+        stray = {*getattr(self._weights[0], "never_drawn", ())}.intersection(text)
+        if stray:
+            raise UserError(
+                f"{name} holds token {min(stray)}, which stands for an image or a video, without"
+                " one; give images as parts of messages"
+            )
         if sampling.stop and self.to_text is None:
             raise UserError("sampling.stop: stop texts need the sampler's to_text function")
         ends = tuple(sorted({*self.eos_ids, *stop_ids}))

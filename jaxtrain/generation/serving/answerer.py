@@ -384,9 +384,10 @@ class Answers:
                 **images,
             )
         except UserError as error:
-            # Images of a model with a draft; a regex or a schema that cannot be compiled.
-            name = "response_format" if request.images is None else "messages"
-            refuse(f"{name}: {error}")
+            # Images of a model with a draft, or their tokens without them; a regex or a schema that
+            # cannot be compiled.
+            constrained = request.sampling.structured_outputs and request.images is None
+            refuse(f"response_format: {error}" if constrained else str(error))
         except EpisodeFailed as error:
             raise RequestRefused(503, f"the answer came to nothing: {error}") from None
         except Exception as error:

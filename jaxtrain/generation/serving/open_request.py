@@ -4,6 +4,7 @@ Here sampling is the request's, unlike at the policy endpoint of a run
 (`environments.chat_request`), whose checks, messages and tools these are.
 """
 
+import dataclasses
 import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
@@ -118,7 +119,10 @@ class ServingFormat:
         self.tokenizer, self.vocab_size, self.max_model_len = tokenizer, vocab_size, max_model_len
         self.template, self.no_chat, self.family = None, "", ""
         hosts = DatasetConfig(path="builtin:requests", image_hosts=list(image_hosts))
-        self.images = open_images(hosts, tokenizer)
+        reader = open_images(hosts, tokenizer)
+        # The sampler makes patches for several requests at once: a picture that cannot be decoded
+        # must be refused before, or it would end the answers to the others, too.
+        self.images = None if reader is None else dataclasses.replace(reader, decodes=True)
         try:
             self.template = TurnTemplate(tokenizer)
             self.family = find_family(str(tokenizer.chat_template))
@@ -161,7 +165,7 @@ class ServingFormat:
         request."""
         if self.template is None:
             refuse(f"messages cannot be written: {self.no_chat}")
-        images = open_row_images(self.images, "")
+        images = open_row_images(self.images, "", self.max_model_len)
         messages, _, tools, kwargs = read_conversation(body, note, images)
         try:
             prompt = TokenHistory(self.template).prepare(
