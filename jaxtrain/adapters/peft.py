@@ -259,16 +259,17 @@ def write_gathered(
             modules = modules or [".".join(name.split(".")[-2:])]
             targets[path] = [f"{module}.weight" for module in modules]
     raw = describe_adapter(linears, join_slots(config, adapter), base_name, targets)
-    # PEFT renames tensors as transformers does, but not the modules to put pairs at.
+    # PEFT renames tensors as transformers does, but not the modules to put pairs at. An expression
+    # in place of a list is of experts, whose names are the same in memory.
     if isinstance(raw["target_modules"], list):
-        raw["target_modules"] = list(map(module_in_memory, raw["target_modules"]))
+        modules = list(map(module_in_memory, raw["target_modules"]))
+        raw["target_modules"] = modules + [
+            ".".join((*owner, config.modules_in_memory[name]))
+            for *owner, name in (module.split(".") for module in modules)
+            if name in config.modules_in_memory
+        ]
     for key in ("rank_pattern", "alpha_pattern"):
         raw[key] = {module_in_memory(name): value for name, value in raw[key].items()}
-    raw["target_modules"] += [
-        ".".join((*owner, config.modules_in_memory[name]))
-        for *owner, name in (module.split(".") for module in raw["target_modules"])
-        if name in config.modules_in_memory
-    ]
     if f"{PREFIX}lm_head.weight" in plan:
         raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
     if adapter.rows:
