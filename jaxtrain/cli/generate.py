@@ -124,7 +124,7 @@ def generate_command(args: argparse.Namespace) -> None:
         require_writable(args.output, args.overwrite)
     read = partial(read_request, args=args, dataset=dataset)
     # Images have the format of the model; what is wrong with texts is found before it is loaded.
-    pictured = [not args.env and holds_images(row) for row, _ in rows]
+    pictured = [not args.env and holds_images(row, dataset) for row, _ in rows]
     requests = [
         {} if wait or args.env else read(row, origin)
         for (row, origin), wait in zip(rows, pictured, strict=True)

@@ -8,20 +8,27 @@ import numpy as np
 
 from jaxtrain.config import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.rows import IMAGES
 from jaxtrain.data.chat.tokenize import open_images
 from jaxtrain.data.images.reader import KINDS
 from jaxtrain.data.packing.tree import Image, PlacedImages
 from jaxtrain.errors import UserError
 
 
-def holds_images(value: Any) -> bool:
-    """Return True if a row seems to hold images."""
+def holds_images(row: dict[str, Any], dataset: DatasetConfig | None) -> bool:
+    """Return True if a row seems to hold images; dataset: names its columns."""
+    fields = {} if dataset is None else dataset.fields
+    return any(row.get(fields.get(name, name)) for name in IMAGES) or _has_parts(row)
+
+
+def _has_parts(value: Any) -> bool:
+    """Return True if there seem to be images anywhere in a value of JSON."""
     if isinstance(value, list):
-        return any(map(holds_images, value))
+        return any(map(_has_parts, value))
     if not isinstance(value, dict):
         return False
-    named = value.get("type") in KINDS or any(value.get(key) for key in (*KINDS, "images"))
-    return named or any(map(holds_images, value.values()))
+    named = value.get("type") in KINDS or any(value.get(key) for key in (*KINDS, *IMAGES))
+    return named or any(map(_has_parts, value.values()))
 
 
 def open_readers(path: str | None, dataset: DatasetConfig | None, tokenizer: Any) -> Any:
