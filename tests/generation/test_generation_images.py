@@ -115,7 +115,7 @@ def check_greedy(pictures, theirs, tokens, placed, answer):
     [
         "qwen3_vl",
         "smolvlm",
-        pytest.param("qwen3_5", marks=pytest.mark.slow),
+        "qwen3_5",
         pytest.param("qwen3_5_moe", marks=pytest.mark.thorough),
         pytest.param("qwen3_vl_moe", marks=pytest.mark.thorough),
         pytest.param("idefics3", marks=pytest.mark.thorough),

@@ -12,11 +12,12 @@ import jax
 import numpy as np
 import pytest
 
-from jaxtrain.batch import check_batch
+from jaxtrain.batch import IMAGE_SLOT, Images, check_batch
 from jaxtrain.config import validate_config
 from jaxtrain.core.step import denominator
 from jaxtrain.core.task import Round
 from jaxtrain.data.packing.steps import StepShape
+from jaxtrain.data.packing.tree import Image, PlacedImages
 from jaxtrain.generation.episode_codec import pack, unpack
 from jaxtrain.generation.episodes import Episode, Group, TokenSequence
 from jaxtrain.generation.reward_table import turn_tables
@@ -429,3 +430,55 @@ def test_the_replay_buffer_of_a_checkpoint_keeps_sequences_and_rewards_of_turns(
     for actual, expected in zip(again.episodes, group.episodes, strict=True):
         assert list(map(vars, actual.sequences)) == list(map(vars, expected.sequences))
         assert (actual.rewards, actual.turn_rewards) == (expected.rewards, expected.turn_rewards)
+
+
+class Blank:
+    """`packing.pack.ImagePacker` of pictures without content, 8 patches a row."""
+
+    row_patches = 8
+
+    def __init__(self):
+        self.rows = []
+
+    def bucket(self, rows):
+        return 8 if any(row is not None for row in rows) else 0
+
+    def pack(self, rows, num_patches):
+        self.rows += [[image.key for image in row.images] if row else [] for row in rows]
+        shape = (len(rows), num_patches)
+        pairs = np.zeros((*shape, 2), np.int32)
+        index = np.broadcast_to(np.arange(num_patches, dtype=np.int32), shape)
+        pixels, values = np.zeros((*shape, 3), np.uint8), np.zeros((len(rows), 256, 3), np.float32)
+        return Images(pixels, index, index + 1, pairs, pairs + 1, values)
+
+
+def test_rows_have_room_for_the_patches_of_their_groups():
+    """Tokens of all groups fit one row. Pictures that do not fit any are left out and counted;
+    members of a group with pictures of their own, and other groups, take further rows."""
+    rng = np.random.default_rng(0)
+
+    def play(key, patches):
+        episode = make_episode(rng, [1, 2, 30, 30, 3])
+        slot = np.array([-1, -1, 0, 1, -1], np.int32)
+        episode.images = PlacedImages((Image(key, (4, 4), patches, 2, b""),), slot)
+        return episode
+
+    groups = [
+        [play("a", 6), play("a", 6), play("b", 6), play("c", 9)],
+        [play("d", 6), play("d", 6)],
+        [make_episode(rng, [1, 2])],
+    ]
+    groups = [
+        Group(draw, {}, episodes, [{} for _ in episodes], rng.normal(size=len(episodes)))
+        for draw, episodes in enumerate(groups)
+    ]
+    images = Blank()
+    built = build_batches(groups, BatchBuilder(StepShape(1, None, 64), "token", images=images))
+    assert built.too_long == 1
+    assert sorted(key for row in images.rows for key in row) == ["a", "b", "d"]
+    assert max(map(len, images.rows)) == 1
+    [batch] = built.batches
+    # A picture that members share stands once in its row: two tokens each.
+    assert (batch.streams[IMAGE_SLOT] >= 0).sum(-1).max() == 2
+    played = sum(len(group.episodes) for group in groups) - 1
+    assert len({*batch.streams[EPISODE].ravel().tolist()} - {-1}) == played

@@ -64,7 +64,7 @@ def judge(prompts, completions, images, answer):
 
 
 def write_rows(folder):
-    """Rows with the same text, whose pictures differ; one of them twice in a row's conversation."""
+    """Write rows with the same text, whose pictures differ."""
     from PIL import Image
 
     with open(folder / "train.jsonl", "w") as file:

@@ -114,7 +114,6 @@ def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_experts_of_published_folders_are_transposed(tmp_path):
     """transformers reads both layouts, and writes the other one."""
     theirs = reference("qwen3_vl_moe")
