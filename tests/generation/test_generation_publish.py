@@ -4,6 +4,7 @@ import contextlib
 import json
 import socket
 import time
+from types import SimpleNamespace
 
 import ml_dtypes
 import numpy as np
@@ -12,13 +13,17 @@ from fake_vllm import STOP, FakeVllm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_generation_vllm import DRAW, ask
+from tiny_vision import VISION
 
 from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
+from jaxtrain.core.bundle import UNTRAINED
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.vllm.engine import VllmEngine
+from jaxtrain.generation.vllm.factory import list_published
 from jaxtrain.generation.vllm.servers import Servers
 from jaxtrain.generation.weight_sync.publish_weights import TensorSet, WeightPublisher, collect
 from jaxtrain.huggingface.ops import SplitPiece, full_index
+from jaxtrain.models import families
 from jaxtrain_vllm import handshake, wire
 from jaxtrain_vllm.weight_receiver import WeightReceiver, connect
 
@@ -417,3 +422,13 @@ def test_settings_that_can():
     for sync, adapter in (("lora", "lora"), ("full", "none"), ("delta", "none")):
         config = VllmConfig(servers=["http://a", "http://b"], sync=sync, listen="10.0.0.7")
         assert not list(find_vllm_conflicts(config, adapter, "async"))
+
+
+@pytest.mark.parametrize("train", UNTRAINED)
+def test_a_tower_that_is_not_trained_stays_with_the_servers(train):
+    architecture = families.config_from_hf(VISION["qwen3_5"])
+    bundle = SimpleNamespace(architecture=architecture, untrained=UNTRAINED[train])
+    params = {entry.param for entry in list_published(bundle)}
+    assert "embed.embedding" in params
+    assert any(param.startswith("vision.tower.") for param in params) == (train == "all")
+    assert any(param.startswith("vision.projector.") for param in params) == (train != "none")

@@ -181,7 +181,7 @@ def open_gather(
         return lambda params: {path: to_host(params[path]) for path in paths}
     if is_main_process():
         return lambda params: params
-    entries = family(bundle.architecture).names(bundle.architecture)
+    entries = list_published(bundle)
     wide = wide_tensors(bundle.architecture)
 
     def take_part(params: Params) -> Params:
@@ -216,16 +216,28 @@ def open_lora(
     return LoraPublisher(servers, folder, os.path.abspath(run), write, measure, policies)
 
 
+def list_published(bundle: ModelBundle) -> list[ParameterEntry]:
+    """Return the entries of what servers get: not of parts for images that are not trained. Servers
+    have these from the folder, or none at all where they read text alone."""
+    entries = family(bundle.architecture).names(bundle.architecture)
+    return [entry for entry in entries if not entry.param.startswith(bundle.untrained)]
+
+
 def open_weights(
     servers: Servers, bundle: ModelBundle, *, delta: bool, ahead: bool = False
 ) -> WeightPublisher:
     """Return the publisher of all weights, for runs without adapters. ahead: it delivers while the
     trainer continues."""
     entries = family(bundle.architecture).names(bundle.architecture)
-    shapes = {}
+    shapes, held = {}, []
     for path, shape in abstract_params(bundle)[0].items():
         entry = next(entry for entry in entries if entry.param == path)
-        shapes |= entry.op.shapes(shape.shape)
+        tensors = entry.op.shapes(shape.shape)
+        if path.startswith(bundle.untrained):
+            held += tensors
+        else:
+            shapes |= tensors
+    entries = list_published(bundle)
     dtype, device = servers.config.weight_dtype, None
     wide = wide_tensors(bundle.architecture)
     if servers.config.transport == "device":
@@ -235,7 +247,7 @@ def open_weights(
     return WeightPublisher(
         servers,
         write,
-        TensorSet(shapes, wide, bundle.architecture.carries),
+        TensorSet(shapes, wide, (*bundle.architecture.carries, *held)),
         delta=delta,
         ahead=ahead,
         find=published and partial(write, compare=True),
