@@ -16,6 +16,7 @@ import binascii
 import hashlib
 import http.client
 import os
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Mapping
@@ -42,6 +43,8 @@ SECONDS = 20.0
 """Limit of the fetch of a URL."""
 MAX_MEASURED = 1 << 16
 """Limit of images whose sizes are remembered."""
+DECODING = threading.BoundedSemaphore(4)
+"""Limit of images of requests that are decoded at once: one of MAX_PIXELS takes a gigabyte."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class ImageReader:
             key = hashlib.sha256(data).hexdigest()
             # Another thread may clear the table at any time.
             if (size := self.measured.get(key)) is None:
-                size = decode(data).size if self.decodes else measure(data)
+                size = self._measure(data)
                 if len(self.measured) >= MAX_MEASURED:
                     self.measured.clear()
                 self.measured[key] = size
@@ -84,6 +87,12 @@ class ImageReader:
             error.location = f"{origin} ({describe(value)})"
             raise
         return Image(key, size, patches, features, source, origin)
+
+    def _measure(self, data: bytes) -> tuple[int, int]:
+        if not self.decodes:
+            return measure(data)
+        with DECODING:
+            return decode(data).size
 
     def move_cut(self, placed: PlacedImages, limit: int, encode: Callable[[str], list[int]]) -> int:
         """Return where a sequence is cut that has room for `limit` tokens: there, or before the
