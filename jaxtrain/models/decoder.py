@@ -381,8 +381,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         counts_B: jax.Array,
         shared: SharedSlots | None = None,
     ) -> Decoded:
-        """Read tokens as `decode` does, with images among them or behind images: seen is then what
-        turns them adds to their index, int32 [B]."""
+        """Read tokens as `decode` does, where prompts have images. seen: the images among the
+        tokens; or, behind images, a token's position less its index, int32 [B]."""
         end_B = cache.length + counts_B
         context, decoding = place_new(cache.length, end_B, tokens_BT.shape[1])
         cached = DecodingStates(cache.states, decoding._replace(shared=shared))

@@ -99,14 +99,14 @@ class Config(ImageTextConfig):
 
     @property
     def tower_roots(self) -> tuple[str, str]:
-        """What the tensors of tower and projector begin with."""
+        """Beginnings of the names of the tensors of tower and projector."""
         top = self.prefix.partition("language_model.")[0]
         tower = self.tower_prefix or f"{top}vision_tower.vision_model."
         return tower, f"{tower.partition('vision_tower.')[0]}multi_modal_projector."
 
     @property
     def carries(self) -> tuple[str, ...]:
-        """With a head that reads what comes out of the tower."""
+        """Those of the text, and a head on the tower, whose output no text reads."""
         head = () if self.vision is None else (f"{self.tower_roots[0]}head.",)
         return (*super().carries, *head)
 

@@ -29,7 +29,7 @@ class Config(QwenImageConfig, SparseStepConfig):
     """On all four projections."""
     norm_topk_prob: bool = True
     transposed_experts: bool = True
-    """Whether a folder has experts as [E, in, out], as published; transformers 5 writes [E, out,
+    """True for folders whose experts are [E, in, out], as published; transformers 5 writes [E, out,
     in], and reads both."""
 
     def fit(self, tensors: Mapping[str, Any]) -> Self:

@@ -284,9 +284,9 @@ class RowTokenizer:
 
 
 def open_images(dataset: DatasetConfig | None, tokenizer: Any) -> Any:
-    """Open the images.reader.ImageReader of a dataset, without one for images that are read or part
-    of the row; None unless the method has given the tokenizer the format of its model's images
-    (images/setup.py)."""
+    """Open the images.reader.ImageReader of a dataset; without a dataset it takes images that were
+    read before or whose bytes are in the row, and no paths. None unless the tokenizer has the
+    format of its model's images (images/setup.py)."""
     if getattr(tokenizer, "image_format", None) is None:
         return None
     from jaxtrain.data.images.reader import open_reader

@@ -158,7 +158,7 @@ class ImageReader:
 
 
 def open_reader(dataset: DatasetConfig | None, image_format: ImageFormat) -> ImageReader:
-    """Build the reader of a dataset's images; None: of images without a path."""
+    """Build the reader of a dataset's images; without a dataset no path is read."""
     folder = None
     if dataset is None:
         return ImageReader(image_format, None)

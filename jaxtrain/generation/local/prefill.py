@@ -228,7 +228,7 @@ def read_prompts(
 
 
 class ImagePrompts(NamedTuple):
-    """How the images of prompts are read."""
+    """Reader of the images of prompts, with the same number of patches for all of them."""
 
     packer: ImagePacker
     patches: int

@@ -257,8 +257,8 @@ class Requests(ABC):
 
 
 def open_sampling_packer(tokenizer: Any) -> ImagePacker | None:
-    """Return what makes patches of prompts of any size; None unless the tokenizer has the format of
-    its model's images."""
+    """Return the maker of patches for images of prompts, of any number; None unless the tokenizer
+    has the format of its model's images."""
     if getattr(tokenizer, "image_format", None) is None:
         return None
     from jaxtrain.data.images.patches import PatchPacker
