@@ -17,11 +17,13 @@ from smolvlm_text import (
     open_tokenizer,
 )
 
+from jaxtrain.config.data import DataConfig
 from jaxtrain.data.chat.control_tokens import add_tokens
 from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.images.decode import decode, measure
 from jaxtrain.data.images.format import read_format
+from jaxtrain.data.images.setup import open_packer
 from jaxtrain.errors import UserError
 
 transformers = pytest.importorskip("transformers.models.smolvlm.image_processing_pil_smolvlm")
@@ -161,6 +163,19 @@ def test_settings_that_are_not_followed_are_named(change, message, tmp_path):
     settings = {"max_image_size": {"longest_edge": 16}, **change}
     with pytest.raises(UserError, match=message):
         open_tokenizer(tmp_path, settings)
+
+
+def test_settings_that_are_not_followed_refuse_no_text(tmp_path, capsys):
+    tokenizer = open_tokenizer(tmp_path)
+    settings = json.dumps(SETTINGS | {"do_resize": False})
+    (tmp_path / "preprocessor_config.json").write_text(settings)
+    assert (
+        open_packer(tmp_path, CONFIG, tokenizer, DataConfig(datasets=[], sequence_len=64), 64)
+        is None
+    )
+    assert tokenizer.image_format is None
+    named = capsys.readouterr().err
+    assert "do_resize to false" in named and "rows with images are left out" in named
 
 
 def test_a_placeholder_that_is_no_control_token_is_named(tmp_path):

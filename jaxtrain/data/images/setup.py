@@ -1,5 +1,6 @@
 """Images of a run: what the folder of its model says, given to the tokenizer and to the packer."""
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from jaxtrain.config.data import DataConfig
 from jaxtrain.data.images.format import read_format
 from jaxtrain.data.images.patches import PatchPacker
+from jaxtrain.errors import UserError
 
 
 def open_packer(
@@ -19,10 +21,15 @@ def open_packer(
     """Have rows read with their images: give the tokenizer the format of the model's images, and
     return what makes patches of them. None, and images stay refused, if they are not read.
 
-    folder: the model's, if it has one; config: the keys of its config.json. row_tokens: T. Raises
-    UserError for settings that are not followed.
+    folder: the model's, if it has one; config: the keys of its config.json. row_tokens: T. Settings
+    that are not followed are named on stderr: they are no reason to refuse a run on text alone.
     """
-    tokenizer.image_format = image_format = read_format(folder, config, tokenizer)
+    try:
+        image_format = read_format(folder, config, tokenizer)
+    except UserError as error:
+        print(f"{error}; rows with images are left out", file=sys.stderr, flush=True)
+        image_format = None
+    tokenizer.image_format = image_format
     if image_format is None:
         return None
     unit = 4 * image_format.merge**2
