@@ -1,9 +1,11 @@
-"""Append-only log of requests and results: what it has returned from is on disk.
+"""Append-only log of requests and results: a record is on disk when `append` returns.
 
 A record is a JSON header and bytes, behind their lengths and a checksum. A process that is killed
-while it writes leaves a torn record at the end, which the next one cuts off: nobody was answered.
+while it writes leaves a torn record at the end, which the next one cuts off: no client has had an
+answer to it.
 """
 
+import io
 import json
 import os
 import struct
@@ -30,16 +32,22 @@ class Journal:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         self._lock = threading.Lock()
-        self._file = open(path, "ab")
+        self._file = self._open()
         self.size = self._file.tell()
+
+    def _open(self) -> io.FileIO:
+        # Unbuffered: a buffer would keep what a full disk did not take, and write it later, before
+        # the next record.
+        return open(self.path, "ab", buffering=0)
 
     def append(self, *records: Record) -> None:
         """Write records; return when they are on disk. OSError leaves the log as it was."""
         raw = b"".join(map(encode, records))
         with self._lock:
             try:
-                self._file.write(raw)
-                self._file.flush()
+                unwritten = memoryview(raw)
+                while unwritten:
+                    unwritten = unwritten[self._file.write(unwritten) :]
                 os.fsync(self._file.fileno())
             except OSError:
                 os.ftruncate(self._file.fileno(), self.size)
@@ -47,7 +55,7 @@ class Journal:
             self.size += len(raw)
 
     def rewrite(self, records: Iterable[Record]) -> None:
-        """Replace the whole log, or nothing of it."""
+        """Replace the whole log, or nothing of it. records: read while nothing else is appended."""
         unfinished = self.path.with_name(f".{self.path.name}.unfinished")
         with self._lock:
             with open(unfinished, "wb") as file:
@@ -56,10 +64,10 @@ class Journal:
                 file.flush()
                 os.fsync(file.fileno())
             os.replace(unfinished, self.path)
-            sync_folder(self.path.parent)
             self._file.close()
-            self._file = open(self.path, "ab")
+            self._file = self._open()
             self.size = self._file.tell()
+            sync_folder(self.path.parent)
 
     def read(self) -> list[Record]:
         """Return all records, and cut off a torn one at the end."""

@@ -3,6 +3,7 @@
 import http.client
 import os
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -118,6 +119,21 @@ def test_a_torn_record_is_cut_off(tmp_path, cut):
     journal.append(records[0])
     journal.close()
     assert Journal(tmp_path / "log").read() == [*records[1:], records[0]]
+
+
+def test_a_record_that_a_full_disk_refused_spoils_no_later_one(tmp_path):
+    journal = Journal(tmp_path / "log")
+    records = [Record({"number": number}, bytes([number]) * 50) for number in range(3)]
+    journal.append(records[0])
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (journal.size + 20, limits[1]))
+    try:
+        with pytest.raises(OSError):
+            journal.append(records[1])
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    journal.append(records[2])
+    assert journal.read() == [records[0], records[2]]
 
 
 def test_a_flipped_byte_ends_the_log(tmp_path):
