@@ -1,4 +1,4 @@
-"""Promises of results: a request's id, and what it ends in."""
+"""Promises of results: accepted requests, and the results that they end in."""
 
 import asyncio
 import json
@@ -10,14 +10,14 @@ from jaxtrain.training_api.journal import Record
 
 PROTOBUF, JSON, ERROR = "protobuf", "json", "error"
 USER, SERVER = "user", "server"
-"""Whose mistake an error was."""
+"""Categories of errors: the request, or this server, is at fault."""
 
 
 class Result(NamedTuple):
-    """What a request has ended in."""
+    """Result of a request, as it is sent."""
 
     kind: str
-    """PROTOBUF; JSON; ERROR: JSON, too."""
+    """PROTOBUF, JSON or ERROR, which is JSON, too."""
     body: bytes
 
     @classmethod
@@ -34,8 +34,13 @@ class Result(NamedTuple):
 
     @property
     def message(self) -> str:
-        """The text of an error."""
+        """Text of an error."""
         return json.loads(self.body)["error"]
+
+    @property
+    def category(self) -> str:
+        """Category of an error: USER or SERVER."""
+        return json.loads(self.body)["category"]
 
 
 @dataclass(eq=False)
@@ -46,20 +51,20 @@ class Entry:
     seq_id: int
     operation: str
     digest: str
-    """Of its body: the same number with another body is another request."""
+    """Hash of its body: the same number with another body is another request."""
     payload: bytes = b""
     """Its body; empty once it has been run and no restart would run it again."""
     result: Result | None = None
     ran: bool = True
-    """False: it ended without being run."""
+    """False if it has ended without being run."""
     read_at: float | None = None
-    """When its result was first read."""
+    """Time at which its result was first read."""
     arrived: float = field(default_factory=time.monotonic)
     logged: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self, result: Result) -> None:
-        """Set the result and wake those that wait for it."""
+        """Set the result and wake all tasks that wait for it."""
         self.result = result
         self.done.set()
 
@@ -81,6 +86,9 @@ def read_entries(records: list[Record]) -> tuple[dict[int, Entry], list[int]]:
     order: list[int] = []
     for header, payload in records:
         if "request" in header:
+            # A log that was rewritten while a request was written holds that request twice.
+            if header["request"]["seq_id"] in entries:
+                continue
             entry = Entry(**header["request"], payload=payload)
             entry.logged.set()
             entries[entry.seq_id] = entry

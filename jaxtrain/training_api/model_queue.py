@@ -1,4 +1,4 @@
-"""The requests of one model, run in the order of their numbers, each once.
+"""Requests of one model, run in the order of their numbers, each once.
 
 POST ─> log (on disk) ─> id          waiting ─> next number ─> device's thread ─> log ─> result
                                         └─ a number that does not come within GAP_SECONDS: those
@@ -15,26 +15,30 @@ import sys
 import time
 import traceback
 from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import escape_control_chars
-from jaxtrain.training_api.futures import ERROR, SERVER, Entry, Result, read_entries
+from jaxtrain.training_api.futures import ERROR, SERVER, USER, Entry, Result, read_entries
 from jaxtrain.training_api.journal import Journal, Record
 from jaxtrain.training_api.operations import Operations
 
+FAIL_WITH_EFFECT = ("create_model", "optim_step")
+"""Operations that change something even where they fail: the reason why there is no model, and the
+gradients, which are dropped."""
 GAP_SECONDS = 60.0
-"""How long a request waits for one with a lower number."""
+"""Longest wait of a request for one with a lower number."""
 MAX_WAITING = 1024
 SNAPSHOT_SECONDS, SNAPSHOT_BYTES = 60.0, 1 << 28
-"""A step that ends so long after the last snapshot, or behind so much of a log, is followed by
-one."""
+"""A step that ends that long after the last snapshot, or with a log of that size, is followed by a
+snapshot."""
 RETRY_SECONDS = 5.0
 """Between two tries to write a result to a disk that is full."""
-KEPT_SECONDS = 3600.0
-"""How long a result stays after it was read."""
+RETENTION_SECONDS = 3600.0
+"""Time that a result stays after it was read."""
 
 
 class ModelQueue:
@@ -47,7 +51,7 @@ class ModelQueue:
         """Requests that have not ended, by number."""
         self.next_seq = max(self._order, default=-1) + 1
         self.broken = ""
-        """Why the model cannot be opened; empty: it can."""
+        """Reason why the model cannot be opened; empty: it can."""
         self._loaded, self._loading = False, asyncio.Lock()
         for seq_id in self._order:
             self.entries[seq_id].done.set()
@@ -65,6 +69,7 @@ class ModelQueue:
         if self._worker is not None:
             self._worker.cancel()
             await asyncio.gather(self._worker, return_exceptions=True)
+            await asyncio.get_running_loop().run_in_executor(self.thread, lambda: None)
         self.journal.close()
 
     async def submit(self, seq_id: Any, operation: str, payload: bytes) -> Entry:
@@ -72,13 +77,13 @@ class ModelQueue:
         if type(seq_id) is not int or seq_id < 0:
             raise RequestRefused(400, "seq_id must be a whole number from 1 on", "seq_id")
         digest = hashlib.sha256(operation.encode() + b"\0" + payload).hexdigest()
-        if (entry := self.entries.get(seq_id)) is not None:
+        while (entry := self.entries.get(seq_id)) is not None:
             if entry.digest != digest:
                 raise RequestRefused(
                     409, f"seq_id {seq_id} was sent with another body before", "seq_id"
                 )
             await entry.logged.wait()
-            if seq_id in self.entries:
+            if self.entries.get(seq_id) is entry:
                 return entry
         if self.broken:
             raise RequestRefused(500, f"the model cannot be opened: {self.broken}")
@@ -87,21 +92,38 @@ class ModelQueue:
         entry = Entry(f"{self.operations.model_id}/{seq_id}", seq_id, operation, digest, payload)
         # Before the log is on disk: the same request may come again meanwhile.
         self.entries[seq_id] = entry
+        # A client that hangs up cancels this, but not what it has begun: the log holds the request.
+        await asyncio.shield(self._accept(entry))
+        return entry
+
+    async def _accept(self, entry: Entry) -> None:
+        """Log a request and let it be run; RequestRefused."""
         try:
             await asyncio.to_thread(self.journal.append, entry.request_record())
         except OSError as error:
-            del self.entries[seq_id]
+            del self.entries[entry.seq_id]
             raise RequestRefused(503, f"the log cannot be written: {error.strerror}") from None
         finally:
             entry.logged.set()
-        self.waiting[seq_id] = entry
-        if seq_id < self.next_seq:
-            await self._end(entry, Result.error(f"seq_id {seq_id} came too late"), ran=False)
+        self.waiting[entry.seq_id] = entry
+        if self.broken:
+            entry.end(self._lost())
+        elif entry.seq_id < self.next_seq:
+            await self._refuse_late(entry)
         self._arrived.set()
-        return entry
+
+    async def _refuse_late(self, entry: Entry) -> None:
+        await self._end(entry, Result.error(f"seq_id {entry.seq_id} came too late"), ran=False)
+
+    def _lost(self) -> Result:
+        return Result.error(f"the model cannot be opened: {self.broken}", SERVER)
 
     async def _work(self) -> None:
         """Run requests until cancelled."""
+        # An earlier server was killed before it had refused these.
+        for entry in list(self.waiting.values()):
+            if entry.seq_id < self.next_seq:
+                await self._refuse_late(entry)
         while not self.broken:
             entry = await self._next()
             try:
@@ -111,14 +133,14 @@ class ModelQueue:
             # What _open has printed; a later server may succeed, so the log is left as it is.
             except Exception as error:
                 self.broken = f"{type(error).__name__}: {error}"
-                lost = Result.error(f"the model cannot be opened: {self.broken}", SERVER)
                 for waiting in self.waiting.values():
-                    waiting.end(lost)
+                    waiting.end(self._lost())
             self.next_seq = entry.seq_id + 1
             self._forget_read()
 
     async def load(self) -> None:
-        """Bring the model into memory, as it was when the log ended; RequestRefused."""
+        """Bring the model into memory, as it was when the log ended; errors of opening it are
+        raised."""
         async with self._loading:
             if not self._loaded:
                 await self._in_thread(self._open)
@@ -131,8 +153,9 @@ class ModelQueue:
         """Take a model that has nothing to do out of memory; the next request brings it back."""
         async with self._loading:
             if self._loaded and not self.waiting and not self.operations.pending:
-                await self._in_thread(self._leave)
+                # First: if this is cancelled, the thread goes on, and the next `load` follows it.
                 self._loaded = False
+                await self._in_thread(self._leave)
 
     def _open(self) -> None:
         """Replay; what fails leaves the model closed, and the log as it is."""
@@ -153,11 +176,16 @@ class ModelQueue:
             self._arrived.clear()
             entry = self.entries.get(self.next_seq)
             if entry is not None:
+                # Its record must precede that of its result, and it may yet be refused.
+                await entry.logged.wait()
+                if self.entries.get(self.next_seq) is not entry:
+                    continue
                 if entry.result is None:
                     return entry
                 self.next_seq += 1
                 continue
-            behind = list(self.waiting.values())
+            # In order: a kill in between leaves those that still wait above the next number.
+            behind = sorted(self.waiting.values(), key=lambda entry: entry.seq_id)
             try:
                 wait = None
                 if behind:
@@ -167,7 +195,7 @@ class ModelQueue:
             except TimeoutError:
                 reason = f"seq_id {self.next_seq} did not come within {GAP_SECONDS:.0f} s"
                 self.operations.drop(reason)
-                self.next_seq = max(entry.seq_id for entry in behind) + 1
+                self.next_seq = max(self.next_seq, behind[-1].seq_id + 1)
                 for entry in behind:
                     await self._end(entry, Result.error(reason), ran=False)
 
@@ -186,7 +214,7 @@ class ModelQueue:
         entry.end(result)
 
     def note_read(self, entry: Entry) -> None:
-        """Note that a result was read: it stays for KEPT_SECONDS more."""
+        """Note that a result was read: it stays for RETENTION_SECONDS more."""
         if entry.read_at is None:
             entry.read_at = time.monotonic()
             self._read.append((entry.read_at, entry))
@@ -215,7 +243,7 @@ class ModelQueue:
         return result
 
     def _fail(self, entry: Entry, result: Result) -> Result:
-        if entry.operation == "forward_backward":
+        if self.operations.adds_gradients(entry.operation, entry.payload):
             self.operations.drop(f"forward_backward of seq_id {entry.seq_id} failed")
         return result
 
@@ -238,10 +266,13 @@ class ModelQueue:
         except (UserError, OSError) as error:  # the log goes on from the older one
             print(f"{self.operations.folder}: no snapshot: {error}", file=sys.stderr)
 
-    def _records(self) -> list[Record]:
-        requests = [entry.request_record() for entry in list(self.entries.values())]
-        results = [self.entries[seq_id].result_record() for seq_id in list(self._order)]
-        return [*requests, *results]
+    def _records(self) -> Iterator[Record]:
+        # Read while the log is locked: a request that is logged meanwhile is among the entries, or
+        # its record is appended to the new log.
+        for entry in list(self.entries.values()):
+            yield entry.request_record()
+        for seq_id in list(self._order):
+            yield self.entries[seq_id].result_record()
 
     def _replay(self) -> None:
         """Bring the model to where the log ends; called by the device's thread."""
@@ -254,24 +285,37 @@ class ModelQueue:
                 entry.result = Result(cursor["kind"], cursor["body"].encode())
                 self.journal.append(entry.result_record())
                 self._order.append(entry.seq_id)
+        reached = -1
         for seq_id in self._order:
-            entry = self.entries[seq_id]
+            entry, late = self.entries[seq_id], seq_id < reached
+            reached = max(reached, seq_id)
             if seq_id < first:
                 continue
             assert entry.result is not None
             if not entry.ran:
-                self.operations.drop(entry.result.message)
+                # A request that came too late has dropped nothing.
+                if not late:
+                    self.operations.drop(entry.result.message)
                 continue
-            try:
-                self.operations.run_again(entry.operation, entry.id, entry.payload)
-            except UserError:
-                self._fail(entry, entry.result)
-            if entry.result.kind == ERROR and entry.operation == "forward_backward":
+            failed = entry.result.kind == ERROR
+            # The server's own failures have changed nothing, see `_run`, and may occur again;
+            # weights that could not be loaded may exist by now.
+            skipped = failed and (
+                entry.result.category != USER or entry.operation not in FAIL_WITH_EFFECT
+            )
+            if not skipped:
+                try:
+                    self.operations.run_again(entry.operation, entry.id, entry.payload)
+                except UserError:
+                    if not failed:  # another base or other options: the numbers would differ, too
+                        raise
+            if failed:
                 self._fail(entry, entry.result)
 
     def _forget_read(self) -> None:
         """Drop the bodies of results that were read long ago; their requests stay known."""
-        while self._read and time.monotonic() - self._read[0][0] > KEPT_SECONDS:
+        while self._read and time.monotonic() - self._read[0][0] > RETENTION_SECONDS:
             _, entry = self._read.popleft()
             assert entry.result is not None
-            entry.result = entry.result._replace(body=b"")
+            if entry.result.kind != ERROR:  # these are short, and `_replay` reads them
+                entry.result = entry.result._replace(body=b"")

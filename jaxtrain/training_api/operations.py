@@ -1,4 +1,4 @@
-"""What requests do to a model, by the name of their route: run by the device's thread."""
+"""Operations on a model, by the name of their route; run by the device's thread."""
 
 import json
 import shutil
@@ -45,8 +45,15 @@ class Operations:
     def run_again(self, operation: str, request_id: str, payload: bytes) -> None:
         """Bring the model to where a request brought it once. UserError, as then."""
         # What is saved is on disk, and may have been replaced since.
-        if not operation.startswith("save_"):
-            self.run(operation, request_id, payload)
+        if operation.startswith("save_"):
+            return
+        if operation == "forward_backward" and not self.adds_gradients(operation, payload):
+            return
+        self.run(operation, request_id, payload)
+
+    def adds_gradients(self, operation: str, payload: bytes) -> bool:
+        """Return whether the next step needs what a request computes."""
+        return operation == "forward_backward" and not read_request(payload).forward_only
 
     def drop(self, reason: str) -> None:
         """Let the next step fail: a part of its gradients is missing."""
@@ -59,7 +66,7 @@ class Operations:
 
     @property
     def pending(self) -> bool:
-        """True if there are gradients for a step that was not made."""
+        """True while there are gradients, or a failed part of them, for the next step."""
         return self.model is not None and (self.model.sums is not None or bool(self.model.failed))
 
     def save_snapshot(self, cursor: dict[str, Any]) -> None:
@@ -86,8 +93,8 @@ class Operations:
     def _create(self, request_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
         try:
             self._check_base(body.get("base_model"))
-            check_optimizer(body.get("optimizer_config"))
-            config = body.get("lora_config") or {}
+            check_optimizer(body)
+            config = read_object(body, "lora_config")
             lora = read_lora(config)
             seed = config.get("seed")
             if seed is not None and (type(seed) is not int or not 0 <= seed < 1 << 63):
@@ -104,7 +111,7 @@ class Operations:
         try:
             if body.get("base_model") is not None:
                 self._check_base(body["base_model"])
-            check_optimizer(body.get("optimizer_config"))
+            check_optimizer(body)
             saved = self.store.find(body.get("path"), WEIGHTS, "path")
             kind = self.store.base.kind(saved.lora)
             if self.model is not None and self.model.kind is not kind:
@@ -128,7 +135,7 @@ class Operations:
 
     def _save(self, request_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
         model, (number, name) = self._open(), self._name(request_id, body)
-        saved = self._find_own(WEIGHTS, name)
+        saved = self._find_saved(WEIGHTS, name)
         if saved is None or saved.about["request"] != request_id:
             if saved is not None and not body.get("overwrite"):
                 raise UserError(f"path {show(name)}: there are such weights; set overwrite")
@@ -148,7 +155,7 @@ class Operations:
         else:
             name = read_name(body["path"], "path")
         address = self._address(SAMPLER_WEIGHTS, name)
-        saved = self._find_own(SAMPLER_WEIGHTS, name)
+        saved = self._find_saved(SAMPLER_WEIGHTS, name)
         if saved is not None and saved.about["request"] != request_id:
             raise UserError(f"path {show(name)}: there are such sampler weights; give a new name")
         if saved is None:
@@ -165,7 +172,7 @@ class Operations:
         name = body.get("path")
         return number, f"{number:06d}" if name is None else read_name(name, "path")
 
-    def _find_own(self, kind: str, name: str) -> Saved | None:
+    def _find_saved(self, kind: str, name: str) -> Saved | None:
         return self.store.read_about(self.folder / kind / name)
 
     def _address(self, kind: str, name: str) -> str:
@@ -183,8 +190,16 @@ def read_lora(config: Mapping[str, Any]) -> LoRA:
     return LoRA(rank, attention, mlp) if rank else LoRA(0)
 
 
-def check_optimizer(config: Any) -> None:
+def read_object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    """Return a field that holds an object, {} if there is none; UserError."""
+    value = body.get(name)
+    if value is not None and not isinstance(value, dict):
+        raise UserError(f"{name} must be an object, not {show(value, 60)}")
+    return value or {}
+
+
+def check_optimizer(body: Mapping[str, Any]) -> None:
     """Raise UserError for an optimizer that is not AdamW."""
-    kind = "adamw" if config is None else dict(config).get("type", "adamw")
+    kind = read_object(body, "optimizer_config").get("type", "adamw")
     if kind != "adamw":
         raise UserError(f"optimizer_config.type {show(kind, 60)} is not trained here; adamw is")

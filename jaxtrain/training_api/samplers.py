@@ -21,21 +21,23 @@ from jaxtrain.models.parameters import split_model
 from jaxtrain.training_api.trainer import LoRA, ModelKind
 from jaxtrain.training_api.weights_store import WeightsStore
 
-KEPT = 4
+CACHE_SIZE = 4
 """Sets of weights that stay in memory after they were saved or read."""
 ADAPTER = ".adapter."
+UNKNOWN = "?"
+"""No path: the engine's weights while they are replaced."""
 
 
 class Samplers:
-    """The engine, and the weights that it may hold."""
+    """Engine, and the weights that it may hold."""
 
     def __init__(self, store: WeightsStore, engine: LocalEngine, thread: ThreadPoolExecutor):
         """engine: with the weights of the base. thread: the one that launches device work."""
         self.store, self.engine, self.thread = store, engine, thread
         self.current: str | None = None
-        """The path of the weights that the engine holds; None: the base."""
+        """Path of the weights that the engine holds; None: the base; UNKNOWN."""
         self._base = engine.sampler.model
-        self._kept: OrderedDict[str, tuple[ModelKind, Any]] = OrderedDict()
+        self._cache: OrderedDict[str, tuple[ModelKind, Any]] = OrderedDict()
         self._layouts: dict[LoRA, tuple[Any, Any, Any]] = {}
         self._waiting: deque[tuple[int, str | None]] = deque()
         self._tickets, self._versions = itertools.count(), itertools.count(1)
@@ -44,10 +46,10 @@ class Samplers:
 
     def keep(self, path: str, kind: ModelKind, params: Any) -> None:
         """Keep the weights of a path in memory; called by the device's thread."""
-        self._kept[path] = (kind, params)
-        self._kept.move_to_end(path)
-        while len(self._kept) > KEPT:
-            self._kept.popitem(last=False)
+        self._cache[path] = (kind, params)
+        self._cache.move_to_end(path)
+        while len(self._cache) > CACHE_SIZE:
+            self._cache.popitem(last=False)
 
     @asynccontextmanager
     async def turn(self, path: str | None) -> AsyncIterator[LocalEngine]:
@@ -58,6 +60,9 @@ class Samplers:
             try:
                 await self._free.wait_for(lambda: self._may_start(ticket))
                 if path != self.current:
+                    # A client that hangs up cancels the wait but not the thread: the next turn must
+                    # set its weights again.
+                    self.current = UNKNOWN
                     loop = asyncio.get_running_loop()
                     await loop.run_in_executor(self.thread, self._use, path)
                     self.current = path
@@ -84,11 +89,11 @@ class Samplers:
 
     def _open(self, path: str) -> Any:
         """Return the sampler's model of a path."""
-        if path not in self._kept:
+        if path not in self._cache:
             saved = self.store.find(path, "sampler_weights", "model_path")
             kind = self.store.base.kind(saved.lora)
             self.keep(path, kind, self.store.read_params(saved.folder, kind))
-        kind, params = self._kept[path]
+        kind, params = self._cache[path]
         with jax.set_mesh(kind.base.mesh):
             if not kind.lora.rank:
                 return unstack(kind.roles.rebuild(kind.roles.trained)(params))
@@ -98,8 +103,8 @@ class Samplers:
             return rebuild({**base, **select(params, kind.frozen)})
 
     def _lay_out(self, kind: ModelKind, params: Any) -> tuple[Any, Any, Callable]:
-        """Return (the base's weights layer by layer, what builds a model of them and an adapter,
-        what lays out an adapter): the base is laid out once for all adapters of a kind."""
+        """Return (the base's weights layer by layer, a function that builds a model of them and an
+        adapter, one that lays out an adapter): the base is laid out once for a kind."""
         build = kind.roles.rebuild(kind.roles.trained)
         whole, rebuild = split_model(unstack(build({**kind.frozen, **params})))
 

@@ -1,0 +1,207 @@
+"""The queue of a model's requests, and the samplers' turns, without a model."""
+
+import asyncio
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+
+import pytest
+
+from jaxtrain.errors import UserError
+from jaxtrain.training_api import model_queue
+from jaxtrain.training_api.futures import Entry
+from jaxtrain.training_api.journal import Journal, Record
+from jaxtrain.training_api.model_queue import ModelQueue
+from jaxtrain.training_api.samplers import Samplers
+
+
+class Number:
+    """Operations on a number: a step adds the gradients."""
+
+    model_id, model = "session:train:0", None
+
+    def __init__(self, folder):
+        self.folder, self.runs = folder, []
+        self.forget()
+
+    def forget(self):
+        self.total, self.sums, self.failed, self.pending = 0, [], "", False
+
+    def run(self, operation, request_id, payload):
+        value = json.loads(payload)
+        self.runs.append(operation)
+        if value == "fail":
+            raise TypeError("of the server")
+        if operation == "forward_backward":
+            self.sums.append(value)
+        if operation == "optim_step":
+            sums, failed = self.sums, self.failed
+            self.sums, self.failed = [], ""
+            if failed:
+                raise UserError(failed)
+            self.total += sum(sums)
+        return {"total": self.total}
+
+    run_again = run
+
+    def adds_gradients(self, operation, payload):
+        return operation == "forward_backward"
+
+    def drop(self, reason):
+        self.failed = self.failed or reason
+
+    def save_snapshot(self, cursor):
+        raise UserError("no snapshots here")
+
+    def open_snapshot(self):
+        self.forget()
+
+
+@pytest.fixture
+def thread():
+    with ThreadPoolExecutor(1) as executor:
+        yield executor
+
+
+def open_queue(folder, thread):
+    return ModelQueue(Number(folder), Journal(folder / "requests.log"), thread)
+
+
+async def answer(queue, seq_id, operation, value=0):
+    entry = await queue.submit(seq_id, operation, json.dumps(value).encode())
+    await asyncio.wait_for(entry.done.wait(), 10)
+    return json.loads(entry.result.body)
+
+
+def test_a_restart_drops_nothing_for_late_requests_and_repeats_no_server_failure(
+    tmp_path, thread, monkeypatch
+):
+    monkeypatch.setattr(model_queue, "GAP_SECONDS", 0.05)
+
+    async def first():
+        queue = open_queue(tmp_path, thread)
+        queue.start()
+        await answer(queue, 0, "create_model")
+        assert "did not come" in (await answer(queue, 2, "forward_backward", 1))["error"]
+        assert "did not come" in (await answer(queue, 3, "optim_step"))["error"]
+        await answer(queue, 4, "forward_backward", 10)
+        assert "too late" in (await answer(queue, 1, "forward_backward", 1))["error"]
+        assert await answer(queue, 5, "optim_step") == {"total": 10}
+        failed = await answer(queue, 6, "optim_step", "fail")
+        assert failed == {"error": "the server failed: TypeError", "category": "server"}
+        await answer(queue, 7, "forward_backward", 100)
+        await queue.close()
+
+    async def second():
+        queue = open_queue(tmp_path, thread)
+        queue.start()
+        assert await answer(queue, 8, "optim_step") == {"total": 110}
+        await queue.close()
+
+    asyncio.run(first())
+    asyncio.run(second())
+
+
+def test_a_replay_that_fails_where_the_request_did_not_opens_no_model(tmp_path, thread):
+    def refuse(*request):
+        raise UserError("another base")
+
+    async def run(seq_id, operation, run_again):
+        queue = open_queue(tmp_path, thread)
+        queue.operations.run_again = run_again
+        queue.start()
+        result = await answer(queue, seq_id, operation)
+        await queue.close()
+        return result
+
+    assert asyncio.run(run(0, "create_model", refuse)) == {"total": 0}
+    result = asyncio.run(run(1, "optim_step", refuse))
+    assert "cannot be opened: UserError: another base" in result["error"]
+
+
+def test_a_request_whose_client_hangs_up_is_run(tmp_path, thread):
+    async def run():
+        queue = open_queue(tmp_path, thread)
+        queue.start()
+        going, append = threading.Event(), queue.journal.append
+
+        def wait_and_append(*records):
+            going.wait(10)
+            append(*records)
+
+        queue.journal.append = wait_and_append
+        sent = asyncio.ensure_future(queue.submit(0, "create_model", b"0"))
+        await asyncio.sleep(0.05)
+        assert not queue.operations.runs  # not before it is on disk
+        sent.cancel()
+        await asyncio.gather(sent, return_exceptions=True)
+        going.set()
+        assert await answer(queue, 0, "create_model") == {"total": 0}
+        assert queue.operations.runs == ["create_model"] and not queue.waiting
+        await queue.close()
+
+    asyncio.run(run())
+
+
+def test_a_late_request_that_a_killed_server_has_not_refused_is_refused(tmp_path, thread):
+    late = Record({"request": {"id": "m/1", "seq_id": 1, "operation": "o", "digest": "d"}})
+    ended = {"id": "m/2", "seq_id": 2, "operation": "o", "digest": "d"}
+    result = {"result": 2, "kind": "json", "ran": False}
+    journal = Journal(tmp_path / "requests.log")
+    journal.append(Record({"request": ended}), Record(result, b"{}"), late)
+    journal.close()
+
+    async def run():
+        queue = open_queue(tmp_path, thread)
+        queue.start()
+        entry = queue.entries[1]
+        await asyncio.wait_for(entry.done.wait(), 10)
+        await queue.close()
+        return entry.result.message, queue.waiting
+
+    assert asyncio.run(run()) == ("seq_id 1 came too late", {})
+
+
+def test_a_request_that_is_logged_beside_a_snapshot_stays_in_the_log(tmp_path, thread):
+    queue, entry = open_queue(tmp_path, thread), Entry("m/1", 1, "optim_step", "d")
+    queue.operations.save_snapshot = lambda cursor: None
+    rewrite = queue.journal.rewrite
+
+    def log_and_rewrite(records):
+        queue.entries[1] = entry
+        queue.journal.append(entry.request_record())
+        rewrite(records)
+
+    queue.journal.rewrite = log_and_rewrite
+    queue._try_snapshot({"seq_id": 0})
+    assert queue.journal.read() == [entry.request_record()]
+
+
+def test_weights_are_set_again_after_a_client_that_hung_up_meanwhile(thread):
+    going, begun = threading.Event(), threading.Event()
+    engine = SimpleNamespace(sampler=SimpleNamespace(model="base"), model="base")
+
+    def use(model, version):
+        begun.set()
+        going.wait(10)
+        engine.model = model
+
+    engine.use = use
+    samplers = Samplers(None, engine, thread)
+    samplers._open = lambda path: f"model of {path}"
+
+    async def hold(path):
+        async with samplers.turn(path):
+            return engine.model
+
+    async def run():
+        first = asyncio.ensure_future(hold("a"))
+        await asyncio.to_thread(begun.wait, 10)
+        first.cancel()
+        await asyncio.gather(first, return_exceptions=True)
+        going.set()
+        await asyncio.wrap_future(thread.submit(begun.wait))  # the thread has gone on
+        return [await hold(path) for path in (None, "b", "b", None)]
+
+    assert asyncio.run(run()) == ["base", "model of b", "model of b", "base"]
