@@ -1,11 +1,11 @@
 """Adam whose numbers come with every step, as arrays of its state: a new rate compiles nothing."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from jaxtrain.core.step import State
@@ -22,6 +22,7 @@ NUMBERS: Mapping[str, float] = {
 }
 """Fields of adam_params with the client's defaults."""
 BELOW_ONE = ("beta1", "beta2")
+MAX_NUMBER = float(np.finfo(np.float32).max)
 
 
 def make_adam() -> optax.GradientTransformation:
@@ -53,7 +54,8 @@ def set_numbers(state: State, numbers: Mapping[str, float]) -> State:
 def read_numbers(body: Mapping[str, Any]) -> dict[str, float]:
     """Read the numbers of an optim_step request; UserError names the field."""
     if body.get("optimizer_params") is not None:
-        kind = dict(body["optimizer_params"]).get("type")
+        params = body["optimizer_params"]
+        kind = params.get("type") if isinstance(params, dict) else params
         raise UserError(f"optimizer_params: {show(kind, 60)} is not trained here, only AdamW")
     params = body.get("adam_params")
     if not isinstance(params, dict):
@@ -63,7 +65,7 @@ def read_numbers(body: Mapping[str, Any]) -> dict[str, float]:
             known = ", ".join(NUMBERS)
             raise UserError(f"adam_params.{show(name, 60)} is unknown; there are {known}")
         number = isinstance(value, int | float) and not isinstance(value, bool)
-        if not number or not math.isfinite(value) or value < 0:
+        if not number or not 0 <= value <= MAX_NUMBER:
             raise UserError(f"adam_params.{name} must be a number from 0 on, not {show(value, 60)}")
         if name in BELOW_ONE and value >= 1:
             raise UserError(f"adam_params.{name} must be below 1, not {value}")

@@ -6,6 +6,7 @@ only scored, and what is scored is the stream `target`. With K targets a place, 
 its own behind the place, which no other token sees.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,11 +25,13 @@ from jaxtrain.training_api.losses import ADVANTAGES, TARGETS, TOTAL, LossKind
 DTYPES = {wire.FLOAT32: np.float32, wire.INT64: np.int64, wire.INT32: np.int32}
 FIELDS = Fields((TOTAL,), {"target": np.int32, "logprobs": np.float32, ADVANTAGES: np.float32})
 """One structure for the batches of all losses."""
+MAX_DENSE = 1 << 26
+"""Largest size of a sparse tensor, zeros included."""
 
 
 @dataclass(frozen=True, eq=False)
 class Datum:
-    """Tokens, and what a loss needs to know about each place."""
+    """Tokens and the inputs of a loss at each place."""
 
     tokens: np.ndarray
     """int32 [N]"""
@@ -45,7 +48,7 @@ class TrainingRequest(NamedTuple):
     loss: str
     settings: dict[str, float | str]
     data: list[Any]
-    """As the client wrote them; `read_datum` reads one."""
+    """Messages of the client; `read_datum` reads one."""
 
 
 class Packed(NamedTuple):
@@ -82,8 +85,8 @@ def read_datum(message: Any, index: int, kind: LossKind, vocab_size: int, longes
     chunks = []
     for chunk in message.model_input:
         if chunk.WhichOneof("kind") != "encoded_text":
-            found = chunk.WhichOneof("kind") or "an empty one"
-            raise UserError(f"{name}.model_input: only chunks of text are read here, not {found}")
+            other = chunk.WhichOneof("kind") or "an empty one"
+            raise UserError(f"{name}.model_input: only chunks of text are read here, not {other}")
         chunks.append(read_array(chunk.encoded_text.tokens, np.int32, f"{name}.model_input"))
     tokens = np.concatenate(chunks) if chunks else np.zeros(0, np.int32)
     count = len(tokens)
@@ -143,9 +146,11 @@ def read_tensor(message: Any, label: str) -> np.ndarray:
     if message.WhichOneof("layout") != "sparse_csr":
         values = read_array(message.dense, dtype, label)
         shape = shape or values.shape
-        if any(size < 0 for size in shape) or values.size != np.prod(shape, dtype=np.int64):
+        if any(size < 0 for size in shape) or values.size != math.prod(shape):
             raise UserError(f"{label} has {values.size:,} numbers for the shape {list(shape)}")
         return values.reshape(shape)
+    if any(size < 0 for size in shape) or math.prod(shape) > MAX_DENSE:
+        raise UserError(f"{label} has the shape {list(shape)}; at most {MAX_DENSE:,} numbers fit")
     csr = message.sparse_csr
     values = read_array(csr.values, dtype, label)
     rows, columns = (
@@ -193,7 +198,10 @@ def lay_out_data(data: list[Datum], kind: LossKind, share: bool, longest: int) -
     for members in groups.values():
         if data[members[0]].inputs[TARGETS].ndim == 2:
             if not share:
-                raise UserError("several targets a place need a model whose layers follow trees")
+                raise UserError(
+                    "several targets a place need trees: a model whose layers follow them, and no"
+                    " loss_fn_config.trees 'off'"
+                )
             places[members[0]] = (len(trees), _lay_out_several(data[members[0]], kind, trees))
             if len(trees[-1].tokens) > longest:
                 raise UserError(
@@ -263,9 +271,9 @@ def _lay_out_several(datum: Datum, kind: LossKind, trees: list[PackedTree]) -> n
     scored = np.arange(count)[:, None] * width + 1 + np.arange(several)
 
     def spread(values: np.ndarray, dtype: Any) -> np.ndarray:
-        spreaded = np.zeros(len(index), dtype)
-        spreaded[scored] = values
-        return spreaded
+        result = np.zeros(len(index), dtype)
+        result[scored] = values
+        return result
 
     tokens = spread(targets, np.int32)
     tokens[is_place] = datum.tokens

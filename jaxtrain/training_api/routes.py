@@ -1,14 +1,13 @@
 """Routes in Tinker's form, beside those in OpenAI's: sessions, models, samplers and futures.
 
-Whatever is answered with an id is on disk: a restart knows it again. Samples alone are not: after a
-restart they are 410, and the client asks again.
+A request is on disk before it is answered with an id, so that the id is valid after a restart, too.
+Samples alone are not on disk: after a restart they are 410, and the client asks again.
 """
 
 import asyncio
 import fcntl
 import hashlib
 import json
-import re
 import sys
 import time
 import traceback
@@ -30,21 +29,19 @@ from jaxtrain.generation.serving.answerer import ServedModel
 from jaxtrain.text_safety import escape_control_chars, show
 from jaxtrain.training_api.futures import PROTOBUF, SERVER, Entry, Result
 from jaxtrain.training_api.journal import Journal, Record
-from jaxtrain.training_api.model_queue import KEPT_SECONDS, ModelQueue
+from jaxtrain.training_api.model_queue import RETENTION_SECONDS, ModelQueue
 from jaxtrain.training_api.operations import Operations
 from jaxtrain.training_api.requests import read_request
 from jaxtrain.training_api.samplers import PathEngine, Samplers
 from jaxtrain.training_api.sampling import draw, read_sample
 from jaxtrain.training_api.trainer import Base
-from jaxtrain.training_api.weights_store import PATH, WeightsStore
+from jaxtrain.training_api.weights_store import MODEL_ID, PATH, WeightsStore
 
 PREFIX = "/api/v1"
 PUBLIC = (f"{PREFIX}/healthz",)
 POLL_SECONDS = 30.0
-"""How long an answer to retrieve_future waits for the result."""
+"""Longest time that an answer to retrieve_future waits for the result."""
 MAX_SAMPLES_WAITING, MAX_MODELS = 4096, 1024
-MODEL_ID = re.compile(r"([0-9a-f-]{36}):train:(\d{1,9})")
-SAMPLER_ID = re.compile(r"([0-9a-f-]{36}):sample:(\d{1,9})")
 FLAGS = {"proto_compress_fwdbwd": False}
 """Flags of the client: bodies come as they are."""
 
@@ -97,13 +94,17 @@ class TrainingApi:
             model_id = path.name.replace("_", ":")
             if MODEL_ID.fullmatch(model_id) and (path / "requests.log").is_file():
                 self._open_model(model_id)
-        for queue in self.models.values():
-            for entry in queue.entries.values():
-                if entry.result is not None:
-                    self._note_sampler(entry)
+        # A server that is killed before such a result was read has not logged its sampler.
+        entries = [entry for queue in self.models.values() for entry in queue.entries.values()]
+        records = [record for entry in entries if (record := self._find_sampler(entry))]
+        try:
+            self.journal.append(*records)
+        except OSError as error:
+            raise UserError(f"--train {self.folder} cannot be written: {error}") from None
+        self._note_samplers(*records)
 
     async def close(self) -> None:
-        """Stop after what is being run."""
+        """Stop after the request that is being run."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -165,7 +166,7 @@ class TrainingApi:
     async def _create_session(self, request: web.Request) -> web.Response:
         body = await read_json(request)
         session = {"session": str(uuid.uuid4()), "display_name": body.get("display_name")}
-        await asyncio.to_thread(self.journal.append, Record(session))
+        await self._append(Record(session))
         self.sessions[session["session"]] = session
         return web.json_response({"session_id": session["session"], "type": "create_session"})
 
@@ -282,9 +283,9 @@ class TrainingApi:
                 409, f"sampling_session_seq_id {number} was sent with other weights before"
             )
         if sampler_id not in self.sampling:
-            self.sampling[sampler_id] = path
             record = Record({"sampling": sampler_id, "path": path})
-            await asyncio.to_thread(self.journal.append, record)
+            await self._append(record)
+            self._note_samplers(record)
         return web.json_response(
             {"type": "create_sampling_session", "sampling_session_id": sampler_id}
         )
@@ -323,17 +324,28 @@ class TrainingApi:
             raise RequestRefused(404, f"sampling_session_id {show(sampler_id, 60)} is unknown")
         return self.sampling[sampler_id]
 
-    def _note_sampler(self, entry: Entry) -> Record | None:
-        """Note the sampling session that a save_weights_for_sampler has made; return it for the
-        log if it is new."""
-        made = {}
+    async def _append(self, record: Record) -> None:
+        """Append a record to the log of sessions; RequestRefused."""
+        try:
+            await asyncio.to_thread(self.journal.append, record)
+        except OSError as error:
+            raise RequestRefused(503, f"the log cannot be written: {error.strerror}") from None
+
+    def _find_sampler(self, entry: Entry) -> Record | None:
+        """Return the sampling session that a save_weights_for_sampler has created, for the log;
+        None: there is none that is new."""
+        answer = {}
         if entry.operation == "save_weights_for_sampler" and entry.result is not None:
-            made = json.loads(entry.result.body or b"{}")
-        sampler_id = made.get("sampling_session_id")
+            answer = json.loads(entry.result.body or b"{}")
+        sampler_id = answer.get("sampling_session_id")
         if sampler_id is None or sampler_id in self.sampling:
             return None
-        self.sampling[sampler_id] = made["path"]
-        return Record({"sampling": sampler_id, "path": made["path"]})
+        return Record({"sampling": sampler_id, "path": answer["path"]})
+
+    def _note_samplers(self, *records: Record) -> None:
+        """Note sampling sessions that are in the log."""
+        for header, _ in records:
+            self.sampling.setdefault(header["sampling"], header["path"])
 
     async def _sample(self, request: web.Request) -> web.Response:
         body = await read_json(request)
@@ -382,7 +394,7 @@ class TrainingApi:
         for name in [
             name
             for name, entry in self.samples.items()
-            if entry.read_at is not None and now - entry.read_at > KEPT_SECONDS
+            if entry.read_at is not None and now - entry.read_at > RETENTION_SECONDS
         ]:
             del self.samples[name]
         if len(self._tasks) >= MAX_SAMPLES_WAITING:
@@ -404,8 +416,9 @@ class TrainingApi:
         assert result is not None
         if not result.body:
             raise RequestRefused(410, f"the result of {show(request_id)} was read before")
-        if (record := self._note_sampler(entry)) is not None:
-            await asyncio.to_thread(self.journal.append, record)
+        if (record := self._find_sampler(entry)) is not None:
+            await self._append(record)
+            self._note_samplers(record)
         if queue is not None:
             queue.note_read(entry)
         elif entry.read_at is None:
@@ -422,7 +435,8 @@ class TrainingApi:
             return None, self.samples[name]
         model_id, _, seq_id = name.rpartition("/")
         queue = self.models.get(model_id)
-        entry = queue.entries.get(int(seq_id)) if queue and seq_id.isdecimal() else None
+        number = int(seq_id) if seq_id.isdecimal() and len(seq_id) < 20 else -1
+        entry = None if queue is None else queue.entries.get(number)
         if entry is None:
             raise RequestRefused(404, f"request_id {show(request_id)} is unknown", "request_id")
         return queue, entry

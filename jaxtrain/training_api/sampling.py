@@ -26,18 +26,18 @@ LATER = {
     "target_prompt_logprobs": None,
     "record_stability_info": False,
 }
-"""Fields that are read at this value alone."""
+"""Fields that are accepted at this value alone."""
 
 
 class SampleRequest(NamedTuple):
-    """What to draw."""
+    """Samples to draw."""
 
     prompt: list[int]
     count: int
     sampling: Sampling
     stop_ids: tuple[int, ...]
     prompt_logprobs: int | None
-    """How many of the prompt's last tokens are scored; None: none."""
+    """Number of the prompt's last tokens that are scored; None: none."""
 
 
 def read_sample(body: Mapping[str, Any], name: str, vocab_size: int, longest: int) -> SampleRequest:
@@ -55,19 +55,23 @@ def read_sample(body: Mapping[str, Any], name: str, vocab_size: int, longest: in
     if type(count) is not int or not 1 <= count <= MAX_SAMPLES:
         raise RequestRefused(400, f"num_samples must be 1 to {MAX_SAMPLES}", "num_samples")
     params = body.get("sampling_params") or {}
+    if not isinstance(params, dict):
+        raise RequestRefused(400, f"sampling_params must be an object, not {show(params, 60)}")
     stops, stop_ids = read_stop(params.get("stop"), vocab_size)
     room = longest - len(prompt)
-    asked = params.get("max_tokens")
-    limit = room if asked is None else min(int(read_number(params, "max_tokens", 1)), room)
-    seed = params.get("seed")
-    drawn = zlib.crc32(name.encode()) if seed is None else int(read_number(params, "seed", 0))
+    limit = room
+    if params.get("max_tokens") is not None:
+        limit = min(int(read_number(params, "max_tokens", 1)), room)
+    seed = zlib.crc32(name.encode())
+    if params.get("seed") is not None:
+        seed = int(read_number(params, "seed", 0))
     sampling = Sampling(
         max_new_tokens=limit,
         temperature=read_number(params, "temperature", 0, 1000, default=1.0),
-        top_k=max(0, int(read_number(params, "top_k", -1, default=-1))),
+        top_k=min(max(0, int(read_number(params, "top_k", -1, default=-1))), vocab_size),
         top_p=read_number(params, "top_p", 1e-6, 1, default=1.0),
         stop=stops,
-        seed=drawn & 0x7FFFFFFF,
+        seed=seed & 0x7FFFFFFF,
     )
     scored = None
     if body.get("prompt_logprobs"):
@@ -87,8 +91,8 @@ def read_prompt(prompt: Any, vocab_size: int) -> list[int]:
     for chunk in chunks:
         ids = chunk.get("tokens") if isinstance(chunk, dict) else None
         if not isinstance(ids, list):
-            found = show(chunk.get("type") if isinstance(chunk, dict) else chunk, 60)
-            raise RequestRefused(400, f"prompt.chunks: only text is read here, not {found}")
+            other = show(chunk.get("type") if isinstance(chunk, dict) else chunk, 60)
+            raise RequestRefused(400, f"prompt.chunks: only text is read here, not {other}")
         tokens += ids
     if any(type(token) is not int or not 0 <= token < vocab_size for token in tokens):
         raise RequestRefused(400, f"prompt must hold token ids, which are below {vocab_size}")
@@ -122,7 +126,7 @@ def read_number(
     """Return a number of sampling_params; RequestRefused."""
     value = params.get(field, default)
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not least <= value <= most:
+    if not number or not least <= value <= most or value == math.inf:
         limits = f"from {least:g} on" if most == math.inf else f"{least:g} to {most:g}"
         raise RequestRefused(
             400, f"sampling_params.{field} must be {limits}, not {show(value, 60)}"

@@ -24,6 +24,7 @@ from jaxtrain.core.weights import start_adapter
 from jaxtrain.data.packing.pack import pack_for_scoring
 from jaxtrain.distributed.feed import feed, row_shards, to_host
 from jaxtrain.errors import UserError
+from jaxtrain.text_safety import show
 from jaxtrain.training_api import wire
 from jaxtrain.training_api.losses import TOTAL, find_loss, make_loss
 from jaxtrain.training_api.optimizer import make_adam, set_numbers
@@ -37,7 +38,7 @@ MAX_PROGRAMS = 64
 
 
 class LoRA(NamedTuple):
-    """What a model trains."""
+    """Parameters that a model trains."""
 
     rank: int
     """0: all weights."""
@@ -128,13 +129,16 @@ class TrainedModel:
         self.sums: StepSums | None = None
         """Gradients since the last step; None: there are none."""
         self.failed = ""
-        """Why these gradients are not whole; empty: they are."""
+        """Reason why these gradients are not whole; empty: they are."""
 
     def forward_backward(self, request: TrainingRequest) -> bytes:
         """Run a request; returns a ForwardBackwardOutput. UserError for one that cannot be run."""
         base, frozen = self.kind.base, {**self.kind.frozen, **self.state.copies}
         settings = dict(request.settings)
-        share = base.follows_trees and settings.pop("trees", "on") != "off"
+        trees = settings.pop("trees", "on")
+        if trees not in ("on", "off"):
+            raise UserError(f"loss_fn_config.trees must be on or off, not {show(trees, 60)}")
+        share = base.follows_trees and trees == "on"
         kind, backward, forward = self.kind.backward(request.loss, tuple(sorted(settings.items())))
         vocab_size = base.bundle.architecture.vocab_size
         data = [
@@ -145,7 +149,7 @@ class TrainedModel:
             raise UserError("data is empty: there is nothing to train")
         packed = lay_out_data(data, kind, share, base.longest)
         rows = base.config.data.micro_batch_size * row_shards(base.mesh)
-        trees: list[Any] = [None] * len(packed.trees)
+        scored: list[Any] = [None] * len(packed.trees)
         total, metrics = 0.0, {}
         with jax.set_mesh(base.mesh):
             for batch, spans in pack_for_scoring(
@@ -165,8 +169,8 @@ class TrainedModel:
                 total += float(loss)
                 metrics = join_metrics(metrics, host) if metrics else host
                 for index, row, first in spans:
-                    trees[index] = logp[row, first : first + len(packed.trees[index].tokens)]
-        logprobs = [trees[tree][places] for tree, places in packed.places]
+                    scored[index] = logp[row, first : first + len(packed.trees[index].tokens)]
+        logprobs = [scored[tree][places] for tree, places in packed.places]
         return write_output(logprobs, {"loss:sum": total, **name_metrics(metrics)})
 
     def optim_step(self, numbers: Mapping[str, float]) -> dict[str, float]:
@@ -205,7 +209,7 @@ class TrainedModel:
 
 
 def draw_seed(model_id: str) -> int:
-    """Return the seed of a model whose client gave none: another for each, the same again."""
+    """Return the seed of a model whose client gave none: the same for the same id."""
     return zlib.crc32(model_id.encode()) & 0x7FFFFFFF
 
 

@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -22,8 +23,11 @@ from jaxtrain.text_safety import show
 from jaxtrain.training_api.journal import sync_folder
 from jaxtrain.training_api.trainer import Base, LoRA, ModelKind
 
+MODEL_ID = re.compile(r"[0-9a-f-]{36}:train:\d{1,9}", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
-PATH = re.compile(rf"tinker://([^/]+)/(weights|sampler_weights)/({NAME.pattern})")
+PATH = re.compile(
+    rf"tinker://({MODEL_ID.pattern})/(weights|sampler_weights)/({NAME.pattern})", re.ASCII
+)
 ABOUT = "about.json"
 
 
@@ -36,15 +40,16 @@ class Saved(NamedTuple):
 
     @property
     def lora(self) -> LoRA:
-        """What the model trains."""
+        """Parameters that the model trains."""
         return LoRA(*(self.about[name] for name in LoRA._fields))
 
 
 class WeightsStore:
-    """The folder of what clients have trained."""
+    """Folder of weights that clients have trained."""
 
     def __init__(self, folder: Path, base: Base):
         self.folder, self.base = folder, base
+        self._renaming = threading.Lock()
 
     def place(self, model_id: str) -> Path:
         """Return a model's folder."""
@@ -63,8 +68,9 @@ class WeightsStore:
     def read_about(self, folder: Path) -> Saved | None:
         """Return the weights in a folder; None: there are none."""
         old = folder.with_name(f".{folder.name}.old")
-        if not folder.exists() and old.exists():  # killed between two renames
-            os.replace(old, folder)
+        with self._renaming:
+            if not folder.exists() and old.exists():  # killed between two renames
+                os.replace(old, folder)
         try:
             return Saved(folder, json.loads((folder / ABOUT).read_text()))
         except (OSError, ValueError):
@@ -82,13 +88,17 @@ class WeightsStore:
         finally:
             checkpoints.close()
         about = {**lora._asdict(), "request": request}
-        (unfinished / ABOUT).write_text(json.dumps(about) + "\n")
+        with open(unfinished / ABOUT, "w") as file:
+            file.write(json.dumps(about) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
         sync_folder(unfinished)
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
-        if folder.exists():
-            os.replace(folder, old)
-        os.replace(unfinished, folder)
+        with self._renaming:
+            if folder.exists():
+                os.replace(folder, old)
+            os.replace(unfinished, folder)
         sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
 

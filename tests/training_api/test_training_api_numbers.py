@@ -248,6 +248,7 @@ POLICY = {**TARGETS, "logprobs": [0.0] * 3, "advantages": [1.0] * 3}
         ([4, 5, 6], POLICY, "ppo", {"clip_low_threshold": "x"}, "must be a number"),
         ([4, 5, 6], POLICY, "dro", None, "loss_fn_config.beta is needed"),
         ([4, 5, 6], POLICY, "stable_reinforce", None, "formula is not published"),
+        ([4, 5, 6], POLICY, "ppo", {"trees": "no"}, "loss_fn_config.trees must be on or off"),
         ([4, 5, 6], POLICY, "jaxtrain:grpo", {"epsilon": -1.0}, "loss_fn_config.epsilon"),
         ([4, 5, 6], POLICY, "jaxtrain:nothing", None, "'jaxtrain:nothing' is unknown"),
     ],
@@ -266,6 +267,8 @@ def test_requests_that_cannot_be_run_name_the_field(base, tokens, inputs, loss, 
         ({"learning_rate": -1}, "adam_params.learning_rate must be a number from 0 on"),
         ({"beta1": 1.0}, "adam_params.beta1 must be below 1"),
         ({"eps": float("nan")}, "adam_params.eps"),
+        ({"learning_rate": 1e39}, "adam_params.learning_rate"),
+        ({"weight_decay": 10**400}, "adam_params.weight_decay"),
     ],
 )
 def test_numbers_of_adam_are_checked(params, text):

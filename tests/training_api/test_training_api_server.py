@@ -98,9 +98,17 @@ def test_a_failed_part_of_the_gradients_fails_the_step_and_changes_nothing(serve
         ("optim_step", {"model_id": "none", "seq_id": 1}, 404, "model_id 'none' is unknown"),
         ("session_heartbeat", {"session_id": "none"}, 404, "session_id 'none' is unknown"),
         ("retrieve_future", {"request_id": "none/1"}, 404, "request_id 'none/1' is unknown"),
+        ("retrieve_future", {"request_id": "none/" + "9" * 5000}, 404, "is unknown"),
         ("retrieve_future", {"request_id": "sample/none/1"}, 410, "lost"),
         ("asample", {"base_model": "gpt"}, 404, "base_model 'gpt' is not served"),
         ("asample", {"base_model": "toy"}, 400, "prompt must be"),
+        (
+            "weights_info",
+            {"tinker_path": f"tinker://{'a' * 300}/weights/x"},
+            404,
+            "tinker://MODEL_ID",
+        ),
+        ("weights_info", {"tinker_path": "tinker://../weights/x"}, 404, "tinker://MODEL_ID"),
         ("weights_info", {"tinker_path": "here"}, 404, "tinker://MODEL_ID/weights/NAME"),
     ],
 )
@@ -127,6 +135,21 @@ def test_models_that_cannot_be_made(server, config, text):
     assert text in client.made["error"] and client.made["category"] == "user"
 
 
+@pytest.mark.parametrize("field", ["lora_config", "optimizer_config"])
+def test_a_field_that_is_no_object_is_named(server, field):
+    session = server.ask("create_session", {})["session_id"]
+    body = {"session_id": session, "model_seq_id": 0, "base_model": "toy", field: "x"}
+    failed = server.result(server.ask("create_model", body))
+    assert failed["category"] == "user" and f"{field} must be an object" in failed["error"]
+
+
+def test_a_failed_forward_pass_fails_no_step(server, alone):
+    client = Client(server)
+    failed = server.result(client.forward_backward(DATA, "nonsense", forward_only=True))
+    assert failed["category"] == "user"
+    assert client.step(DATA) == alone["data"][0]
+
+
 @pytest.mark.parametrize(
     "params, text",
     [
@@ -134,6 +157,8 @@ def test_models_that_cannot_be_made(server, config, text):
         ({"temperature": -1}, "sampling_params.temperature must be 0 to 1000"),
         ({"max_tokens": 0}, "sampling_params.max_tokens must be from 1 on"),
         ({"top_p": "x"}, "sampling_params.top_p must be"),
+        ({"max_tokens": float("inf")}, "sampling_params.max_tokens must be from 1 on"),
+        ("x", "sampling_params must be an object"),
     ],
 )
 def test_samples_that_cannot_be_drawn(server, params, text):
