@@ -75,12 +75,12 @@ class Session:
     """Steps done before this process started."""
     step: int = 0
     fine: Any = None
-    """Whether the last step was finite, as a device array; set together with the state."""
+    """True if the last step was finite, as a device array; set together with the state."""
     folder: Path = Path()
     phase: Callable[..., AbstractContextManager[object]] = lambda name, detail=None: nullcontext()
     signals: Any = None
     ended: bool = False
-    """Whether an observer has ended the run."""
+    """True once an observer has ended the run."""
 
     def __post_init__(self) -> None:
         self.scorer = Scorer(self.snapshot, impl=self.config.model.logp)
@@ -169,7 +169,7 @@ class Session:
 
     @property
     def compiles(self) -> bool:
-        """Whether programs compile ahead."""
+        """True while programs may compile ahead."""
         return self._ahead is not None
 
     def batch_shapes(self, length: int) -> Batch:

@@ -1,1 +1,1 @@
-"""A training API in Tinker's form, over HTTP: `jaxtrain serve --train`."""
+"""Training API in Tinker's form, over HTTP: `jaxtrain serve --train`."""

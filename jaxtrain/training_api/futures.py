@@ -45,7 +45,7 @@ class Result(NamedTuple):
 
 @dataclass(eq=False)
 class Entry:
-    """A request that was accepted."""
+    """Accepted request."""
 
     id: str
     seq_id: int

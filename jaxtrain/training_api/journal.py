@@ -19,14 +19,14 @@ LENGTHS = struct.Struct("<III")
 
 
 class Record(NamedTuple):
-    """An entry of a log."""
+    """Entry of a log."""
 
     header: dict[str, Any]
     payload: bytes = b""
 
 
 class Journal:
-    """A log in a file, which is created if it is not there. For several threads."""
+    """Log in a file, which is created if it does not exist. For several threads."""
 
     def __init__(self, path: Path):
         self.path = path

@@ -32,7 +32,7 @@ from jaxtrain.methods.rl.loss import policy_terms
 from jaxtrain.text_safety import show
 
 TOTAL = "loss"
-"""The only component of these losses."""
+"""Only component of these losses."""
 TARGETS, WEIGHTS, SAMPLED = "target_tokens", "weights", "logprobs"
 ADVANTAGES, MASK = "advantages", "sequence_ratio_mask"
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
@@ -56,7 +56,7 @@ Terms = Callable[..., jax.Array]
 
 @dataclass(frozen=True)
 class LossKind:
-    """A loss, with its numbers."""
+    """Loss, with its numbers."""
 
     terms: Terms | None
     """None: a policy's objective, see `make_loss`."""
@@ -67,7 +67,7 @@ class LossKind:
     config: Mapping[str, float | str] = field(default_factory=dict)
     """Names in loss_fn_config, with the values that count."""
     weigh: str = ""
-    """The input that says which places count and how much."""
+    """Input that holds the weights of the places."""
     counts_all: bool = False
     """Without that input all places count, once; else those whose advantage is not 0."""
     shares_trained: bool = False

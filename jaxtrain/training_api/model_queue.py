@@ -42,7 +42,7 @@ RETENTION_SECONDS = 3600.0
 
 
 class ModelQueue:
-    """A model, and its requests; its methods run in the event loop."""
+    """Model with its requests; its methods run in the event loop."""
 
     def __init__(self, operations: Operations, journal: Journal, thread: ThreadPoolExecutor):
         self.operations, self.journal, self.thread = operations, journal, thread

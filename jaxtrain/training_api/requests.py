@@ -40,7 +40,7 @@ class Datum:
 
 
 class TrainingRequest(NamedTuple):
-    """A forward_backward request."""
+    """Fields of a forward_backward request."""
 
     model_id: str
     seq_id: int
@@ -123,7 +123,7 @@ def read_datum(message: Any, index: int, kind: LossKind, vocab_size: int, longes
 
 
 def check_ids(ids: np.ndarray, vocab_size: int, label: str) -> None:
-    """Raise UserError for what is no token id of the model."""
+    """Raise UserError for numbers that are no token ids of the model."""
     if not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"{label} must hold whole numbers, not {ids.dtype}")
     if ids.size and (ids.min() < 0 or ids.max() >= vocab_size):
@@ -139,7 +139,7 @@ def read_array(raw: bytes, dtype: Any, label: str) -> np.ndarray:
 
 
 def read_tensor(message: Any, label: str) -> np.ndarray:
-    """Return a tensor, a sparse one with 0 where it says nothing; UserError."""
+    """Return a tensor, a sparse one with 0 at the places that it does not list; UserError."""
     if message.dtype not in DTYPES:
         raise UserError(f"{label}: dtype {message.dtype} is not read here; send float32 or int64")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)
@@ -176,7 +176,7 @@ def weigh(datum: Datum, kind: LossKind) -> np.ndarray:
 
 
 class ScoredSequence(FlatSequence):
-    """A datum as a document; tokens are the same only if they are scored by the same targets."""
+    """Datum as a document; tokens are equal only if their targets are, too."""
 
     @property
     def keys(self) -> np.ndarray:

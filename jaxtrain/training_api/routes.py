@@ -47,7 +47,7 @@ FLAGS = {"proto_compress_fwdbwd": False}
 
 
 class TrainingApi:
-    """The routes; its methods run in one event loop."""
+    """Routes and the state behind them; its methods run in one event loop."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Samples from any saved weights by one engine, which holds one set of weights at a time.
 
 Requests for the weights that it holds are drawn together; those for others wait until it is idle.
-They take turns in the order in which they came, so no weights wait for ever.
+They take turns in the order in which they came, so no weights wait forever.
 """
 
 import asyncio
@@ -53,7 +53,7 @@ class Samplers:
 
     @asynccontextmanager
     async def turn(self, path: str | None) -> AsyncIterator[LocalEngine]:
-        """Hold the engine with these weights. UserError for weights that are not there."""
+        """Hold the engine with these weights. UserError for weights that do not exist."""
         ticket = next(self._tickets), path
         async with self._free:
             self._waiting.append(ticket)
@@ -117,7 +117,7 @@ class Samplers:
 
 
 class PathEngine:
-    """The engine with the weights of one path, for `serving.Answerer`."""
+    """Engine with the weights of one path, for `serving.Answerer`."""
 
     def __init__(self, samplers: Samplers, path: str):
         self.samplers, self.path = samplers, path

@@ -54,7 +54,7 @@ class LoRA(NamedTuple):
 
 
 class Base:
-    """The model that is trained on, with its weights on the devices."""
+    """Model that adapters are trained on, with its weights on the devices."""
 
     def __init__(self, config: Config, snapshot: ModelSnapshot, longest: int):
         """longest: tokens of a datum, its last target included. UserError for a model that has an
@@ -122,7 +122,7 @@ class ModelKind:
 
 
 class TrainedModel:
-    """A model of a client."""
+    """Model of a client."""
 
     def __init__(self, kind: ModelKind, state: State):
         self.kind, self.state = kind, state

@@ -40,9 +40,9 @@ MESSAGES = {
     "ForwardBackwardOutput": "1 loss_fn_output_type string, 2 loss_fn_outputs ArrayRecord*,"
     " 3 metrics MetricsEntry*",
     "TopkLogprobs": "1 token_ids bytes, 2 logprobs bytes, 3 k uint32, 4 length uint32",
-    "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes? own,"
+    "SampledSequence": "1 stop_reason int32, 2 tokens bytes, 3 logprobs bytes? presence,"
     " 4 topk_sampled_logprobs TopkLogprobs",
-    "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes? own,"
+    "SampleResponse": "1 sequences SampledSequence*, 2 prompt_logprobs bytes? presence,"
     " 3 topk_prompt_logprobs TopkLogprobs, 4 prompt_cache_hit_tokens int32",
 }
 """Fields of each message: number, name, type, with * repeated, with ? in the oneof that follows.

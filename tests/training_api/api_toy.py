@@ -191,8 +191,8 @@ class Client:
         config = {"rank": rank, "seed": seed, **lora}
         body = {"session_id": self.session, "model_seq_id": number, "base_model": "toy"}
         self.create = {**body, "lora_config": config, "type": "create_model"}
-        self.made = server.result(server.ask("create_model", self.create))
-        self.model_id = self.made.get("model_id", "")
+        self.created = server.result(server.ask("create_model", self.create))
+        self.model_id = self.created.get("model_id", "")
 
     def post(self, route, /, **body):
         self.seq_id += 1

@@ -174,8 +174,8 @@ def test_data_that_begin_alike_share_tokens_and_change_no_number(base):
         shared, apart = open_model(base), open_model(base)
         first = train(shared, sent, loss)
         second = train(apart, sent, loss, {"trees": "off"})
-        for one, two in zip(first[0], second[0], strict=True):
-            np.testing.assert_allclose(one, two, atol=2e-5)
+        for together, alone in zip(first[0], second[0], strict=True):
+            np.testing.assert_allclose(together, alone, atol=2e-5)
         assert first[1]["loss:sum"] == pytest.approx(second[1]["loss:sum"], rel=1e-5)
         assert first[2]["grad_norm"] == pytest.approx(second[2]["grad_norm"], rel=1e-4)
 
@@ -185,11 +185,11 @@ def test_several_targets_a_place_are_the_sum_of_one_each(base):
     ids, targets = rng.integers(4, 512, 7), rng.integers(4, 512, (7, 3))
     weights = rng.random((7, 3)).astype(np.float32)
     each = [(ids, {"target_tokens": targets[:, k], "weights": weights[:, k]}) for k in range(3)]
-    one, many = open_model(base), open_model(base)
+    single, many = open_model(base), open_model(base)
     (logprobs,), metrics, step = train(
         many, [(ids, {"target_tokens": targets, "weights": weights})]
     )
-    want, want_metrics, want_step = train(one, each)
+    want, want_metrics, want_step = train(single, each)
     np.testing.assert_allclose(logprobs, np.stack(want, axis=1), atol=2e-5)
     assert metrics["loss:sum"] == pytest.approx(want_metrics["loss:sum"], rel=1e-5)
     assert step["grad_norm"] == pytest.approx(want_step["grad_norm"], rel=1e-4)

@@ -132,7 +132,7 @@ def test_a_key_is_needed(server):
 )
 def test_models_that_cannot_be_made(server, config, text):
     client = Client(server, **config)
-    assert text in client.made["error"] and client.made["category"] == "user"
+    assert text in client.created["error"] and client.created["category"] == "user"
 
 
 @pytest.mark.parametrize("field", ["lora_config", "optimizer_config"])
@@ -235,8 +235,8 @@ def test_a_finished_session_leaves_memory_and_comes_back(server, alone):
     losses = [client.step(DATA)]
     pending = Client(server)
     server.result(pending.forward_backward(DATA))
-    for one in (client, pending):
-        server.ask(f"sessions/{one.session}/finish", {"reason": {"type": "done"}})
+    for finished in (client, pending):
+        server.ask(f"sessions/{finished.session}/finish", {"reason": {"type": "done"}})
     operations = {name: queue.operations for name, queue in server.api.models.items()}
     assert operations[client.model_id].model is None
     assert operations[pending.model_id].model is not None  # it has gradients
