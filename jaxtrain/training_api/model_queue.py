@@ -53,8 +53,6 @@ class ModelQueue:
         self.broken = ""
         """Reason why the model cannot be opened; empty: it can."""
         self._loaded, self._loading = False, asyncio.Lock()
-        for seq_id in self._order:
-            self.entries[seq_id].done.set()
         self._read: deque[tuple[float, Entry]] = deque()
         self._snapshot_at = time.monotonic()
         self._arrived = asyncio.Event()

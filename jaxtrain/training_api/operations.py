@@ -14,7 +14,7 @@ from jaxtrain.training_api.trainer import LoRA, TrainedModel, draw_seed
 from jaxtrain.training_api.weights_store import Saved, WeightsStore, read_name
 
 MAX_RANK = 4096
-UNNAMED = 8
+MAX_UNNAMED = 8
 """Sampler weights without a name that a model keeps; older ones are deleted."""
 WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
 
@@ -148,9 +148,9 @@ class Operations:
         model, session = self._open(), None
         if body.get("path") is None:
             number = body.get("sampling_session_seq_id")
-            if type(number) is not int or number < 0:
-                raise UserError("path or sampling_session_seq_id is needed")
-            name = f"unnamed-{number:08d}"
+            if type(number) is not int or not 0 <= number < 10**9:
+                raise UserError("path or sampling_session_seq_id, a whole number, is needed")
+            name = f"unnamed-{number:09d}"
             session = f"{self.model_id.partition(':')[0]}:sample:{number}"
         else:
             name = read_name(body["path"], "path")
@@ -162,7 +162,7 @@ class Operations:
             params, folder = model.copy_params(), self.folder / SAMPLER_WEIGHTS
             self.store.save(folder / name, model.kind.lora, params, {}, request_id)
             self.samplers.keep(address, model.kind, params)
-            for old in sorted(folder.glob("unnamed-*"))[:-UNNAMED]:
+            for old in sorted(folder.glob(f"unnamed-{'[0-9]' * 9}"))[:-MAX_UNNAMED]:
                 shutil.rmtree(old, ignore_errors=True)
         answer = {"path": address, "type": "save_weights_for_sampler"}
         return answer if session is None else {**answer, "sampling_session_id": session}
