@@ -102,7 +102,7 @@ def open_run(
                 stack.callback(answers.close)
         if jax.process_count() == 1:
             session.compile_ahead(compiled, sinks.log)
-            stack.callback(session.wait_for_programs)
+            stack.callback(session.end_compiling)
         with watchdog.phase("reading the weights"):
             start_state(session, checkpoints)
         # What was written after the checkpoint comes again.

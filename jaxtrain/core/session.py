@@ -85,6 +85,7 @@ class Session:
     def __post_init__(self) -> None:
         self.scorer = Scorer(self.snapshot, impl=self.config.model.logp)
         self._ahead: threading.Thread | None = None
+        self._ending = threading.Event()
 
     @property
     def row_lengths(self) -> list[int]:
@@ -154,7 +155,7 @@ class Session:
             compiling.ahead.add(threading.get_ident())
             with jax.set_mesh(self.task.mesh):
                 for length in reversed(self.row_lengths):
-                    if not self.ended:
+                    if not self.ended and not self._ending.is_set():
                         batch = self.batch_shapes(length)
                         compile_step(self.run_step, state, batch, frozen, fine, microsteps)
 
@@ -187,6 +188,11 @@ class Session:
             return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
         return jax.tree.map(place, abstract_batch(self.task, (1, rows, length)))
+
+    def end_compiling(self) -> None:
+        """Wait for the program that compiles ahead, and begin no other."""
+        self._ending.set()
+        self.wait_for_programs()
 
     def wait_for_programs(self) -> None:
         """Wait until nothing compiles ahead."""
