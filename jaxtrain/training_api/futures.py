@@ -59,13 +59,15 @@ class Entry:
     """False if it has ended without being run."""
     read_at: float | None = None
     """Time at which its result was first read."""
+    ended_at: float | None = None
+    """Time at which it ended, or was read from the log."""
     arrived: float = field(default_factory=time.monotonic)
     logged: asyncio.Event = field(default_factory=asyncio.Event)
     done: asyncio.Event = field(default_factory=asyncio.Event)
 
     def end(self, result: Result) -> None:
         """Set the result and wake all tasks that wait for it."""
-        self.result = result
+        self.result, self.ended_at = result, time.monotonic()
         self.done.set()
 
     def request_record(self) -> Record:

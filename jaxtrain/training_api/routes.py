@@ -389,12 +389,14 @@ class TrainingApi:
             entry.end(Result.error(f"the server failed: {type(error).__name__}", SERVER))
 
     def _forget_samples(self) -> None:
-        """Drop samples that were read long ago; RequestRefused if too many are not done."""
+        """Drop samples that were read, or have ended unread, long ago; RequestRefused if too many
+        are being drawn."""
         now = time.monotonic()
         for name in [
             name
             for name, entry in self.samples.items()
-            if entry.read_at is not None and now - entry.read_at > RETENTION_SECONDS
+            if entry.ended_at is not None
+            and now - (entry.read_at or entry.ended_at) > RETENTION_SECONDS
         ]:
             del self.samples[name]
         if len(self._tasks) >= MAX_SAMPLES_WAITING:
