@@ -114,10 +114,14 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
         full = _config_class(model_type).from_dict(json.loads(json.dumps(used))).to_dict()
         stated = full.get("rope_parameters") or {}
         rope = {key: value for key, value in stated.items() if value is not None}
-        assert not by_kind or all(isinstance(value, dict) for value in rope.values())
     except Exception as error:  # transformers checks as it likes
-        fixed_values = " ".join(str(error).split()) or type(error).__name__
-        raise UserError(f"config.json ({model_type}): {fixed_values[:500]}") from error
+        reason = " ".join(str(error).split()) or type(error).__name__
+        raise UserError(f"config.json ({model_type}): {reason[:500]}") from error
+    if by_kind and not all(isinstance(value, dict) for value in rope.values()):
+        raise UserError(
+            f"config.json ({model_type}): rope_parameters must hold an object for each kind of"
+            ' layer, such as "full_attention"; it holds numbers and names for all'
+        )
     values = {name: _freeze(full[name]) for name in names if name in full}
     for name, value in values.items():
         if not (value is None and allows_none(hints[name])):

@@ -108,7 +108,10 @@ class DecoderConfig:
             )
         self.check_heads()
         self.encodings()
-        self.layers()
+        if self.rope_by_kind:
+            self.check_rope_kinds()
+        else:
+            self.layers()
 
     def check_heads(self) -> None:
         """Raise UserError if the sizes of attention do not fit together."""
@@ -120,6 +123,22 @@ class DecoderConfig:
             )
         if self.rope and self.head_size % 2:
             raise UserError(f"config.json: head_dim={self.head_size} must be even for rotation")
+
+    def check_rope_kinds(self) -> None:
+        """Raise UserError if a kind of layer has no position encoding, or one that depends on the
+        length of texts."""
+        encodings = dict(self.rope)
+        for kind in sorted({spec.rope for spec in self.layers()} - {"none"}):
+            if kind not in encodings:
+                raise UserError(
+                    f"config.json: rope_parameters has {', '.join(encodings) or 'nothing'}, but no"
+                    f" {kind}, which layer_types names"
+                )
+            if dict(encodings[kind]).get("rope_type") == "longrope":
+                raise UserError(
+                    f"config.json: rope_parameters.{kind}: rope_type='longrope' is supported only"
+                    " where all layers have one position encoding"
+                )
 
     def check_drawn(self) -> None:
         """Raise UserError if random weights would leave out a part of the folder."""

@@ -34,6 +34,12 @@ class WindowedGraniteConfig(granite.GraniteConfig):
                 f"config.json: layer_rope_theta has {len(self.layer_rope_theta)} entries for"
                 f" num_hidden_layers={self.num_hidden_layers}"
             )
+        wrong = [theta for theta in self.layer_rope_theta if theta != 0 and not 1 < theta <= 1e15]
+        if wrong:
+            raise UserError(
+                f"config.json: layer_rope_theta holds {wrong[0]}; an entry must be above 1, or 0"
+                " for a layer that rotates nothing"
+            )
         super().check()
 
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -44,8 +50,11 @@ class WindowedGraniteConfig(granite.GraniteConfig):
         )
 
     def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
+        lengths = self.max_position_embeddings, self.row_tokens
         return {
-            str(theta): frequencies(self.head_size, {**dict(self.rope), "rope_theta": theta})
+            str(theta): frequencies(
+                self.head_size, {**dict(self.rope), "rope_theta": theta}, (), *lengths
+            )
             for theta in sorted({*self.layer_rope_theta} - {0})
         }
 

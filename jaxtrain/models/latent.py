@@ -79,7 +79,8 @@ class LatentAttentionConfig(DecoderConfig):
         return self.qk_nope_head_dim + self.qk_rope_head_dim
 
     def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
-        return {"default": frequencies(self.qk_rope_head_dim, dict(self.rope))}
+        lengths = self.max_position_embeddings, self.row_tokens
+        return {"default": frequencies(self.qk_rope_head_dim, dict(self.rope), (), *lengths)}
 
     @property
     def score_scale(self) -> float:

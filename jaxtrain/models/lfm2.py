@@ -32,8 +32,7 @@ from jaxtrain.models.windows import FULL
 NORMS = {"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"}
 ATTENTION = {"qk_norms": ("q_layernorm", "k_layernorm"), "out": "out_proj"}
 PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
-OLD_KEYS = {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}
-"""What the makers' files call attributes, which transformers takes from there."""
+OLD_TIE = {"tie_embedding": "tie_word_embeddings"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -41,6 +40,8 @@ class ConvConfig(DecoderConfig):
     """A DecoderConfig with layers of short convolutions."""
 
     renamed: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "norm_eps"}
+    old_keys: ClassVar[Mapping[str, str]] = {}
+    """{name of the makers' files, which transformers takes in place of the other: attribute}."""
     kinds: ClassVar[Mapping[str, str]] = {"conv": "conv", FULL: "block"}
     """Entries of `layer_types`, and under which name such a layer is stored here."""
 
@@ -54,7 +55,7 @@ class ConvConfig(DecoderConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         raw = dict(raw)
-        for key, name in OLD_KEYS.items():
+        for key, name in cls.old_keys.items():
             value = raw.pop(key, None)
             if value is not None:
                 raw[name] = value
@@ -84,6 +85,7 @@ class ConvConfig(DecoderConfig):
 class Config(ConvConfig):
     architecture: ClassVar[str] = "Lfm2ForCausalLM"
     model_type: ClassVar[str] = "lfm2"
+    old_keys: ClassVar[Mapping[str, str]] = {**OLD_TIE, "block_ff_dim": "intermediate_size"}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **dict.fromkeys(("block_dim", "block_mlp_init_scale", "block_out_init_scale"), ()),
         **dict.fromkeys(("block_norm_eps", "block_use_xavier_init", "conv_dim"), ()),

@@ -22,6 +22,7 @@ from jaxtrain.models.naming import expert_names, mlp_names, outer_names
 class Config(lfm2.ConvConfig, ExpertsConfig):
     architecture: ClassVar[str] = "Lfm2MoeForCausalLM"
     model_type: ClassVar[str] = "lfm2_moe"
+    old_keys: ClassVar[Mapping[str, str]] = lfm2.OLD_TIE
     renamed: ClassVar[Mapping[str, str]] = {
         **lfm2.ConvConfig.renamed,
         "num_local_experts": "num_experts",

@@ -13,8 +13,9 @@ from jaxtrain.models import lfm2
 from jaxtrain.models.blocks import dense_mlp
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.naming import mlp_names, outer_names
-from jaxtrain.models.windows import SLIDING
+from jaxtrain.models.windows import FULL, SLIDING, windowed_layers
 
+CONV = "conv"
 OUT_NORMS = {"attention_out_norm": "post_operator_norm", "mlp_out_norm": "post_ffn_norm"}
 
 
@@ -36,10 +37,12 @@ class Config(lfm2.ConvConfig):
     """On all four projections."""
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        windows = {SLIDING: self.sliding_window}
+        types = [FULL if name == CONV else name for name in self.layer_types]
+        kinds = (SLIDING, FULL)
+        specs = windowed_layers(self.num_hidden_layers, types, self.sliding_window, kinds)
         return tuple(
-            LayerSpec(self.kinds[name], window=windows.get(name), rope=name)
-            for name in self.layer_types
+            LayerSpec(CONV, rope="none") if name == CONV else spec
+            for name, spec in zip(self.layer_types, specs, strict=True)
         )
 
     @property

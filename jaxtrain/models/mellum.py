@@ -15,7 +15,7 @@ from jaxtrain.models.blocks import attention_block, dense_mlp, experts_mlp
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import ExpertsConfig, list_experts
 from jaxtrain.models.naming import attention_names, expert_names, mlp_names, outer_names
-from jaxtrain.models.windows import windowed_layers
+from jaxtrain.models.windows import FULL, SLIDING, windowed_layers
 
 MTP_KEYS = ("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
 
@@ -44,7 +44,7 @@ class Config(ExpertsConfig):
     mlp_layer_types: tuple[str, ...]
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        kinds = [name for name, _ in self.rope]
+        kinds = (SLIDING, FULL)
         windows = windowed_layers(
             self.num_hidden_layers, self.layer_types, self.sliding_window, kinds
         )

@@ -56,7 +56,8 @@ class Config(PixtralConfig, PairedLatentConfig, LatentConfig):
 
     def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
         rope = {key: value for key, value in self.rope if key not in self.rope_keys}
-        return {"default": frequencies(self.qk_rope_head_dim, rope)}
+        lengths = self.max_position_embeddings, self.row_tokens
+        return {"default": frequencies(self.qk_rope_head_dim, rope, (), *lengths)}
 
     @property
     def position_scale(self) -> PositionScale | None:

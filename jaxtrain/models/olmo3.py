@@ -6,7 +6,7 @@ from typing import ClassVar
 
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.models import olmo2
-from jaxtrain.models.windows import windowed_layers
+from jaxtrain.models.windows import FULL, SLIDING, windowed_layers
 
 Model, names = olmo2.Model, olmo2.names
 
@@ -21,5 +21,5 @@ class Config(olmo2.Config):
     layer_types: tuple[str, ...] | None = None
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        kinds = [name for name, _ in self.rope]
+        kinds = (SLIDING, FULL)
         return windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window, kinds)

@@ -141,6 +141,51 @@ def test_older_names_say_the_same():
     new = families.config_from_hf({"model_type": "gpt_neox", "rope_parameters": rope})
     assert families.config_from_hf(pythia) == new
     assert families.config_from_hf(new.to_hf()) == new
+    # transformers reads them in LFM2's files alone.
+    lfm3 = {"model_type": "lfm3", "intermediate_size": 40, "block_ff_dim": 48}
+    assert families.config_from_hf(lfm3).intermediate_size == 40
+
+
+KINDS = ["sliding_attention", "full_attention"]
+PLAIN = {"rope_type": "default", "rope_theta": 1e4}
+LONG = {
+    **{"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 64},
+    **{"short_factor": [1.0] * 64, "long_factor": [2.0] * 64},
+}
+
+
+@pytest.mark.parametrize("family", ["lfm3", "mellum"])
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"rope_parameters": {"full_attention": PLAIN}}, "no sliding_attention"),
+        ({"rope_parameters": dict.fromkeys(KINDS, LONG)}, "longrope"),
+        ({"sliding_window": None}, "sliding_window"),
+    ],
+)
+def test_each_kind_of_layer_has_its_encoding_and_window(family, change, words):
+    raw = {
+        **{"model_type": family, "num_hidden_layers": 2, "layer_types": KINDS, "head_dim": 128},
+        **{"sliding_window": 16, "rope_parameters": dict.fromkeys(KINDS, PLAIN)},
+    }
+    names = {spec.rope for spec in families.config_from_hf(raw).layers()}
+    assert names == {*KINDS}
+    further = {**raw["rope_parameters"], "other": PLAIN}
+    families.config_from_hf({**raw, "rope_parameters": further})  # of no layer
+    with pytest.raises(UserError, match=words):
+        families.config_from_hf({**raw, **change})
+
+
+def test_one_encoding_for_all_kinds_of_layers_is_refused_by_its_key():
+    with pytest.raises(UserError, match="rope_parameters must hold an object for each kind"):
+        families.config_from_hf({"model_type": "mellum", "rope_parameters": PLAIN})
+
+
+@pytest.mark.parametrize("theta", [-1.0, 0.5])
+def test_bases_of_layers_are_above_1_or_0(theta):
+    raw = {"model_type": "granite_swa", "num_hidden_layers": 2, "layer_rope_theta": [0, theta]}
+    with pytest.raises(UserError, match=f"layer_rope_theta holds {theta}"):
+        families.config_from_hf(raw)
 
 
 GEMMA3 = {"architectures": ["Gemma3ForCausalLM"], "model_type": "gemma3_text"}

@@ -123,3 +123,24 @@ def test_rows_of_a_run_choose_between_the_tables_of_longrope():
     factors = np.array(LONG["long_factor"]) / LONG["short_factor"]
     np.testing.assert_allclose(tables[2] / tables[1], factors, rtol=1e-12)
     assert config.to_hf() == short.to_hf() == long.to_hf()
+
+
+@pytest.mark.parametrize("kind", ["longrope", "dynamic"])
+@pytest.mark.parametrize("row_tokens", [64, 600])
+def test_rotated_dims_of_latent_attention_are_scaled_by_length(kind, row_tokens):
+    rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
+    from transformers import MiniCPM3Config
+
+    rope = {"rope_theta": 500.0, **KINDS[kind], "rope_type": kind}
+    raw = {
+        **{"model_type": "minicpm3", "num_hidden_layers": 1, "vocab_size": 50, "hidden_size": 32},
+        **{"num_attention_heads": 2, "num_key_value_heads": 2, "qk_rope_head_dim": 12},
+        **{"max_position_embeddings": 256, "rope_parameters": rope},
+    }
+    reference, scale = rope_utils.ROPE_INIT_FUNCTIONS[kind](
+        MiniCPM3Config(**raw), "cpu", seq_len=row_tokens
+    )
+    config = families.config_from_hf(raw).for_rows(row_tokens)
+    result, factor = config.encodings()["default"]
+    np.testing.assert_allclose(result, reference.numpy(), rtol=2e-6)
+    np.testing.assert_allclose(factor, scale, rtol=1e-6)
