@@ -178,7 +178,7 @@ def find_missing_families(path: Any) -> str | None:
 
     folder = Path(str(path))
     if (folder / "config.json").is_file():
-        reads = read_object(folder / "config.json").get("model_type") in FAMILIES
+        reads = str(read_object(folder / "config.json").get("model_type")) in FAMILIES
     else:
         name = "".join(filter(str.isalnum, str(path).lower()))
         reads = any(family.replace("_", "") in name for family in FAMILIES)

@@ -99,6 +99,8 @@ def as_run(table: Mapping[str, Any]) -> dict[str, Any]:
     evaluation = {key: table[key] for key in table if key in KEYS_OF_EVALUATION}
     sampling = _section(evaluation, "sampling")
     tokens = sampling.get("max_completion_tokens") or sampling.get("max_tokens") or 0
+    if not isinstance(tokens, int):
+        tokens = 0  # the loader refuses it as max_new_tokens of eval.sets
     train = {"source": table["source"], "sampling": {"max_tokens": tokens}, "group_size": 8}
     model = {"model": {"name": table["model"]}} if isinstance(table.get("model"), str) else {}
     return {
@@ -206,8 +208,9 @@ def _set_algorithm(conversion: Conversion, algorithm: Mapping[str, Any]) -> bool
             conversion.set("task.teacher.url", url.removesuffix("/v1"))
             conversion.set("task.top_k", 20)
         return True
-    if loss == "sft" or name in ("sft", "dataset_sft"):
-        name = "sft" if loss == "sft" else name
+    if loss == "sft" and name != "dataset_sft":
+        name = "sft"
+    if name in ("sft", "dataset_sft"):
         for key in ("rollout", "sampling", "task"):
             conversion.remove(key)
         path = (algorithm.get("dataset") or {}).get("name")

@@ -153,6 +153,8 @@ def test_data_that_the_orchestrator_trains_on():
     conversion = convert("prime-rl", **keys)
     data = {"sequence_len": 4096, "global_batch_size": 32, "datasets": [{"path": "rows"}]}
     assert conversion.get("data") == data and conversion.get("rollout") is None
+    supervised = convert("prime-rl", **keys, trainer={"loss": {"type": "sft"}})
+    assert supervised.get("data") == data and not supervised.missed
 
 
 @pytest.mark.parametrize(
@@ -242,6 +244,12 @@ def test_an_evaluation_of_its_own(tmp_path, capsys):
     (sort,) = config.eval.sets
     assert (config.model.path, sort.label, sort.k, sort.max_new_tokens) == ("m", "sort", 3, 768)
     assert sort.options == {"num_rows": 20} and sort.env.verifiers.harness == "null"
+
+
+def test_an_evaluation_of_an_impossible_length_is_left_to_the_loader():
+    keys = {"source": [ENV["env"]], "model": "m", "sampling": {"max_tokens": "many"}}
+    with pytest.raises(UserError, match="max_new_tokens.*'many'"):
+        convert("prime-rl", **keys)
 
 
 def test_the_file_of_a_server_is_refused():
