@@ -259,13 +259,12 @@ def write_gathered(
             modules = modules or [".".join(name.split(".")[-2:])]
             targets[path] = [f"{module}.weight" for module in modules]
     raw = describe_adapter(linears, join_slots(config, adapter), base_name, targets)
-    # PEFT renames tensors as transformers does, but not the modules to put pairs at. An expression
-    # in place of a list is of experts, whose names are the same in memory.
-    if isinstance(raw["target_modules"], list):
-        modules = list(map(module_in_memory, raw["target_modules"]))
-        raw["target_modules"] = modules + [
+    # PEFT renames tensors as transformers does, but not the modules to put pairs at. No name differs
+    # in an expression, which only models with a tensor for each expert need.
+    if isinstance(listed := raw["target_modules"], list):
+        raw["target_modules"] = [module_in_memory(name) for name in listed] + [
             ".".join((*owner, config.modules_in_memory[name]))
-            for *owner, name in (module.split(".") for module in modules)
+            for *owner, name in (module.split(".") for module in listed)
             if name in config.modules_in_memory
         ]
     for key in ("rank_pattern", "alpha_pattern"):

@@ -1,6 +1,7 @@
 """Pairs for all experts of a layer, as PEFT's ParamWrapper has them: out, in, and merged."""
 
 import json
+import re
 import warnings
 
 import numpy as np
@@ -117,6 +118,17 @@ def test_we_load_and_merge_what_peft_writes(name, tmp_path):
     assert_close(our_logits(tmp_path / "base", loaded, rebuild), expected, plain)
     merge_adapter(tmp_path / "base", tmp_path / "adapter", tmp_path / "out")
     assert_close(logits_of(tmp_path / "out"), expected, plain)
+
+
+def test_experts_beside_dense_layers_are_an_expression(tmp_path):
+    """PEFT would put pairs at the dense layer by the last part of a name."""
+    config = families.config_from_hf({**CONFIGS["qwen3_moe"], "mlp_only_layers": [0]})
+    adapter = Adapter(choose_slots(find_linears(config), ["*.experts.*"], LoRASpec(4, 6.0), {}, {}))
+    write_peft(make_params(config, adapter)[1], config, adapter, tmp_path, None)
+    expression = json.loads((tmp_path / "adapter_config.json").read_text())["target_modules"]
+    for part in ("gate", "up", "down"):
+        assert re.fullmatch(expression, f"model.layers.1.mlp.experts.3.{part}_proj")
+        assert not re.fullmatch(expression, f"model.layers.0.mlp.{part}_proj")
 
 
 @pytest.fixture
