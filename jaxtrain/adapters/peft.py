@@ -259,8 +259,8 @@ def write_gathered(
             modules = modules or [".".join(name.split(".")[-2:])]
             targets[path] = [f"{module}.weight" for module in modules]
     raw = describe_adapter(linears, join_slots(config, adapter), base_name, targets)
-    # PEFT renames tensors as transformers does, but not the modules to put pairs at. No name differs
-    # in an expression, which only models with a tensor for each expert need.
+    # PEFT renames tensors as transformers does, but not the modules to put pairs at. Only models
+    # with a tensor for each expert need an expression, and none of their names differs.
     if isinstance(listed := raw["target_modules"], list):
         raw["target_modules"] = [module_in_memory(name) for name in listed] + [
             ".".join((*owner, config.modules_in_memory[name]))
