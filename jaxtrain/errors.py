@@ -31,8 +31,8 @@ class RunStopped(Exception):
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is a device's, of memory that it does not have."""
-    # By name: this module does without jax, and verbs without devices do, too.
+    """Return whether an error says that a device is out of memory."""
+    # By name, so that verbs without devices need not import jax.
     return type(error).__name__ == "JaxRuntimeError" and "RESOURCE_EXHAUSTED" in str(error)
 
 

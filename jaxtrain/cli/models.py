@@ -1,4 +1,4 @@
-"""The verb models: supported families, and whether and in how much memory a model can be trained"""
+"""The verb models: supported families; a model's layers, and the memory that training it takes."""
 
 import collections
 import json
@@ -22,7 +22,7 @@ METHODS: dict[str, tuple[dict[str, str], str]] = {
     "GRPO": ({}, "sampler"),
     "GRPO, LoRA": ({"kind": "lora"}, "sampler"),
 }
-"""{method: (section adapter, what else has a place in memory)}."""
+"""{method: (section adapter, what else takes memory)}."""
 
 
 def run_models(argv: list[str]) -> int:

@@ -28,10 +28,12 @@ METHODS = {
     "several": "a run has one task; give each algorithm a run over its sources",
 }
 """Algorithms without a counterpart, and what is nearest here."""
-OWN_METHOD = "task.objective and task.baseline are nearest; a method of your own: docs/extending.md"
+CUSTOM_METHOD = (
+    "task.objective and task.baseline are nearest; a method of your own: docs/extending.md"
+)
 COLUMNS = ("messages", "prompt", "completion", "tools")
 STANDSTILL = 1e-30
-"""A learning rate beside which every weight is rounded to what it was."""
+"""A learning rate so small that every weight is rounded to what it was."""
 ROWS = "PrimeIntellect/Reverse-Text-SFT"
 """The dataset that prime-rl takes where section data names none."""
 DEFAULTS = {
@@ -89,7 +91,7 @@ def convert(table: Mapping[str, Any]) -> Conversion:
 
 
 def _section(table: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Return a table's own table of a name; an empty one where it has none."""
+    """Return the table under a key; an empty one where there is none."""
     value = table.get(name)
     return value if isinstance(value, Mapping) else {}
 
@@ -223,7 +225,7 @@ def _set_algorithm(conversion: Conversion, algorithm: Mapping[str, Any]) -> bool
     if name == "dataset_sft":
         return False
     if name not in ("grpo", "default", "max_rl"):
-        reason = METHODS.get(name, OWN_METHOD)
+        reason = METHODS.get(name, CUSTOM_METHOD)
         conversion.missed.append(("orchestrator.algo.type", name, reason))
         return False
     if conversion.get("task.importance_max") or conversion.get("task.importance_min"):
@@ -288,11 +290,11 @@ def _set_data(conversion: Conversion) -> None:
         path = source.get("dataset") or name
         if path is None:
             conversion.log(f"{ROWS}, which is read there where none is named", "data.name")
-        kept = {"path": path or ROWS, "name": source.get("subset"), "split": source.get("split")}
-        kept["fields"] = {
+        dataset = {"path": path or ROWS, "name": source.get("subset"), "split": source.get("split")}
+        dataset["fields"] = {
             ours: theirs for ours, theirs in columns.items() if ours != theirs
         } or None
-        datasets.append({key: value for key, value in kept.items() if value is not None})
+        datasets.append({key: value for key, value in dataset.items() if value is not None})
     for dataset, weight in zip(datasets, listed(data.get("probabilities")), strict=False):
         dataset["weight"] = weight
     mask = data.get("loss_mask") or {}

@@ -12,7 +12,7 @@ KEYS_OF_SOURCE = (
 )
 KEYS_OF_EVALUATION = ("source", "select", "skip_first_step", "max_retries", *KEYS_OF_SOURCE)
 TASKS_OF_A_SET = 32
-"""Tasks of an evaluation that there is of all tasks, whose number only the taskset knows."""
+"""Tasks of an evaluation of all tasks, whose number only the taskset knows."""
 
 
 def environment(conversion: Conversion, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -62,8 +62,10 @@ def set_evaluation(conversion: Conversion) -> None:
         conversion.missed.append((key, value, "[[eval.sets]] has no such key"))
     for key in ("source", "env"):
         for entry in listed(evaluation.get(key)):
-            of = {**evaluation, **(evaluation.get("select") or {}), **entry}
-            rows = next((of[k] for k in ("num_tasks", "num_examples", "limit") if of.get(k)), -1)
+            merged = {**evaluation, **(evaluation.get("select") or {}), **entry}
+            rows = next(
+                (merged[k] for k in ("num_tasks", "num_examples", "limit") if merged.get(k)), -1
+            )
             if rows < 1:
                 rows = TASKS_OF_A_SET
                 text = "all tasks there; set options.num_rows to how many the taskset has"
@@ -75,7 +77,7 @@ def set_evaluation(conversion: Conversion) -> None:
                 "path": "builtin:tasks",
                 "split": "train",
                 "options": {"num_rows": rows},
-                "k": of.get("group_size") or of.get("rollouts_per_example"),
+                "k": merged.get("group_size") or merged.get("rollouts_per_example"),
                 "temperature": drawn.get("temperature"),
                 "max_new_tokens": drawn.get("max_completion_tokens") or drawn.get("max_tokens"),
                 "env": env,

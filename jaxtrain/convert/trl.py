@@ -133,7 +133,7 @@ def _method(word: str) -> str | None:
 
 
 def _guess_method(table: Mapping[str, Any]) -> str:
-    """Return the method that keys alone tell."""
+    """Return the method that the keys alone suggest."""
     if "teacher_model_name_or_path" in table:
         return "distillation"
     return "grpo" if "reward_funcs" in table else "sft"

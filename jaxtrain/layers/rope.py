@@ -117,7 +117,7 @@ def _powers(theta: float, dims: int) -> np.ndarray:
 
 
 def _stretch(rope: Mapping[str, Any], longest: int, row_tokens: int) -> float:
-    """How much longer waves get in texts beyond what a model was made for: "dynamic NTK"."""
+    """Factor that stretches the base for rows longer than a model was made for: "dynamic NTK"."""
     # By the rows of a run and not by each text, as for "longrope".
     return rope["factor"] * max(row_tokens, longest) / longest - (rope["factor"] - 1)
 

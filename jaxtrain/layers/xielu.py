@@ -1,5 +1,4 @@
-"""XIELU: an MLP without a gate behind an activation that is trained, too (Huang and Schlag 2024,
-arXiv:2411.13010)."""
+"""xIELU (Huang and Schlag 2024, arXiv:2411.13010), an activation that is trained, and its MLP."""
 
 import functools
 import math
@@ -13,7 +12,7 @@ from jaxtrain.layers.mlp import MLP
 
 BETA, EPS = 0.5, -1e-6
 START = 0.8
-"""Of both slopes in a new model."""
+"""Both slopes of a new model."""
 
 
 class XIELU(nnx.Module):
@@ -37,7 +36,7 @@ class XIELU(nnx.Module):
 
 
 class XIELUMLP(MLP):
-    """[..., D] -> [..., D] through F, behind an `XIELU` of its own."""
+    """[..., D] -> [..., D] through F, with an `XIELU` as activation."""
 
     def __init__(self, num_features: int, num_hidden: int, *, init: LayerInit):
         super().__init__(num_features, num_hidden, init=init)

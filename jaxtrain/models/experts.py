@@ -27,8 +27,8 @@ MLP_KINDS = {"dense": "dense", "sparse": "block"}
 def list_experts(
     specs: Sequence[LayerSpec], mlp_layer_types: Sequence[str]
 ) -> tuple[LayerSpec, ...]:
-    """The layers, each with the kind that its entry in `mlp_layer_types` says; UserError for other
-    entries, or for as many as there are no layers."""
+    """Return the layers with the kinds that `mlp_layer_types` gives them. Raises UserError for
+    unknown entries, or unless there is one for each layer."""
     if len(mlp_layer_types) != len(specs) or not set(mlp_layer_types) <= {*MLP_KINDS}:
         raise UserError(
             f"config.json: mlp_layer_types must name {len(specs)} layers (num_hidden_layers), each"

@@ -17,7 +17,7 @@ from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.joint_heads import joint_head_names
 from jaxtrain.models.naming import PRE_NORMS, norm_names, outer_names, rename_tensors
 
-OWN_NORMS = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
+SEPARATE_NORMS = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,7 +71,7 @@ class Config(DecoderConfig):
         if not self.parallel_attn:
             return PRE_NORMS
         if self.new_decoder_architecture and self.num_ln_in_parallel_attn in (None, 2):
-            return OWN_NORMS
+            return SEPARATE_NORMS
         return {"attention_norm": PRE_NORMS["attention_norm"]}
 
 
@@ -103,7 +103,7 @@ def names(config: Config) -> list[ParameterEntry]:
 
 
 def rename(name: str) -> str:
-    """Return what the family calls a tensor that others name so."""
+    """Return the family's name of a tensor that other families call `name`."""
     name = name.replace("model.layers.", "transformer.h.").replace("model.", "transformer.", 1)
     name = name.replace(".self_attn.", ".self_attention.")
     return name.replace(".embed_tokens.", ".word_embeddings.")

@@ -38,7 +38,7 @@ class Config(EqualHeadsConfig):
         return super().from_hf({**raw, "rope_parameters": {**old, **stated}})
 
     def to_hf(self) -> dict[str, Any]:
-        """With the names of transformers 4, too."""
+        """Return the content of a config.json, with the names of transformers 4, too."""
         raw, rope = super().to_hf(), dict(self.rope)
         del raw["rope_theta"], raw["partial_rotary_factor"]
         return raw | {key: rope[name] for key, name in ROPE_KEYS.items()}
@@ -71,7 +71,7 @@ def names(config: Config) -> list[ParameterEntry]:
 
 
 def rename(name: str) -> str:
-    """Return what the family calls a tensor that others name so."""
+    """Return the family's name of a tensor that other families call `name`."""
     if name == TIED_COPY:
         return "embed_out.weight"
     name = name.replace("model.", "gpt_neox.", 1).replace(".self_attn.", ".attention.")

@@ -23,14 +23,14 @@ class Config(ExpertsConfig):
     model_type: ClassVar[str] = "hy_v3"
     renamed: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"enable_moe_fp32_combine": ()}
-    """It decides where sums are rounded."""
+    """Decides only where sums are rounded."""
 
     moe_intermediate_size: int
     """F of an expert; intermediate_size is that of a dense layer."""
     num_shared_experts: int
     """Experts that every token goes through: one MLP of so many times F."""
     router_scaling_factor: float
-    """Of gates, once they sum to 1."""
+    """Factor of gates, which sum to 1 before."""
     mlp_layer_types: tuple[str, ...]
     attention_bias: bool = False
     """On all four projections."""

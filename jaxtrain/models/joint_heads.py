@@ -1,5 +1,5 @@
-"""Parts of the families whose queries, keys and values are one matrix, in which those of a key head
-follow each other: GPT-NeoX, Persimmon, Falcon."""
+"""Shared parts of the families whose queries, keys and values are one matrix, key head by key head:
+GPT-NeoX, Persimmon, Falcon."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -44,8 +44,7 @@ def joint_head_names(
     out_bias: bool,
     mlp_bias: bool,
 ) -> list[ParameterEntry]:
-    """All matrices of the layers; heads: how many query heads and key heads there are, and of how
-    many dims."""
+    """Entries of all matrices of the layers; heads: (query heads, key heads, dims of a head)."""
     num_heads, num_kv_heads, dims = heads
     width = num_heads // num_kv_heads * dims
     parts = {"q": (0, width), "k": (width, dims), "v": (width + dims, dims)}

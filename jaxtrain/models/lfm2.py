@@ -41,14 +41,14 @@ class ConvConfig(DecoderConfig):
 
     renamed: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "norm_eps"}
     old_keys: ClassVar[Mapping[str, str]] = {}
-    """{name of the makers' files, which transformers takes in place of the other: attribute}."""
+    """{name in the maker's files, which takes precedence: attribute}."""
     kinds: ClassVar[Mapping[str, str]] = {"conv": "conv", FULL: "block"}
     """Entries of `layer_types`, and under which name such a layer is stored here."""
 
     hidden_act: str = "silu"
-    """Of the family; no attribute of its files."""
+    """Activation of the family, whose files have no such attribute."""
     layer_types: tuple[str, ...]
-    """Of `kinds`."""
+    """Key of `kinds` for each layer."""
     conv_L_cache: int
     """Tokens that a convolution reads."""
 
@@ -94,9 +94,9 @@ class Config(ConvConfig):
     }
 
     full_attn_idxs: tuple[int, ...] | None = None
-    """Layers with attention, of which transformers makes layer_types where that is absent."""
+    """Layers with attention, from which transformers derives layer_types where it is absent."""
     block_auto_adjust_ff_dim: bool = True
-    """F is computed from intermediate_size by the next two."""
+    """Whether F is computed from intermediate_size by the next two; else it is F."""
     block_ffn_dim_multiplier: float | None = 1.0
     block_multiple_of: int = 256
 
@@ -167,8 +167,8 @@ def mixing_names(
     norms: Mapping[str, str] = NORMS,
     attention: Mapping[str, Any] = ATTENTION,
 ) -> list[ParameterEntry]:
-    """Attention or a convolution of the layers that are stored as `stack.<kind>`, and the norms of
-    their blocks; attention: options of `attention_names`."""
+    """Entries of attention or of a convolution in the layers that are stored as `stack.<kind>`, and
+    of the norms of their blocks; attention: options of `attention_names`."""
     if kind.startswith("block"):
         return attention_names(kind, layers, qk_norm=True, norms=norms, **attention)
     parts = {f"attention.{part}": config.hidden_size for part in ("gate_in", "gate_out", "x")}

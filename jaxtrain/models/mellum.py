@@ -27,7 +27,7 @@ class Config(ExpertsConfig):
     newer: ClassVar[bool] = True
     rope_by_kind: ClassVar[bool] = True
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = dict.fromkeys(MTP_KEYS, ())
-    """Of layers that predict further tokens, which are carried along."""
+    """Attributes of layers that predict further tokens, which are carried along."""
     carries: ClassVar[tuple[str, ...]] = ("mtp.", "model.mtp.")
     goes_stale: ClassVar[tuple[str, ...]] = carries
 

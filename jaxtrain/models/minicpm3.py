@@ -17,11 +17,11 @@ class Config(LatentAttentionConfig):
     model_type: ClassVar[str] = "minicpm3"
 
     scale_emb: float
-    """Of embeddings."""
+    """Factor of embeddings."""
     scale_depth: float
-    """Of what a layer adds, beside the root of the number of layers."""
+    """Factor of what a layer adds, which is also divided by the root of the number of layers."""
     dim_model_base: int
-    """Logits are divided by so many times it as hidden_size has."""
+    """Logits are divided by hidden_size / dim_model_base."""
 
     def check(self) -> None:
         if self.dim_model_base < 1:

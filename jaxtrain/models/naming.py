@@ -88,7 +88,7 @@ def with_prefix(entries: list[ParameterEntry], prefix: str) -> list[ParameterEnt
 def rename_tensors(
     entries: list[ParameterEntry], rename: Callable[[str], str]
 ) -> list[ParameterEntry]:
-    """The entries with other names of their tensors."""
+    """Return the entries with their tensors renamed."""
 
     def renamed(op: TensorOp) -> TensorOp:
         if isinstance(op, StackedOps):
@@ -192,7 +192,7 @@ def row_names(
     *,
     bias: bool = False,
 ) -> list[ParameterEntry]:
-    """Linears that are one there: {ours: runs (start, size) of its outputs}."""
+    """Entries of Linears that are one tensor in folders; runs: {path here: its rows there}."""
     total, entries = sum(size for part in runs.values() for _, size in part), []
     for path, part in runs.items():
         for param, tensor in {"kernel": "weight", **({"bias": "bias"} if bias else {})}.items():

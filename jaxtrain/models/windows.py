@@ -42,7 +42,7 @@ def windowed_layers(
 
 
 def unrotated(specs: Sequence[LayerSpec]) -> tuple[LayerSpec, ...]:
-    """The layers, of which those without a window rotate nothing."""
+    """Return the layers without rotation in those that have no window."""
     return tuple(
         dataclasses.replace(spec, rope="none") if spec.window is None else spec for spec in specs
     )

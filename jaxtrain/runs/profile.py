@@ -45,7 +45,8 @@ class ProfileWindow:
 
 def save_memory(folder: Path) -> str:
     """Write `folder`/memory-N.prof of process N, in pprof's format: which lines of Python hold how
-    much of the devices' memory. Returns a line for the log; never raises, as after an error."""
+    much of the devices' memory. Returns a line for the log; never raises, because it also runs
+    after errors."""
     path = folder / f"memory-{jax.process_index()}.prof"
     try:
         folder.mkdir(parents=True, exist_ok=True)
