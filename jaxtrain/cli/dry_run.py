@@ -94,6 +94,8 @@ def fill_cache(config: Config, task: Task, console: SafeConsole) -> None:
         try:
             session.compile_ahead(compiled, lambda line: console.print(line, markup=False))
             session.wait_for_programs()
+            if session.ahead_error is not None:  # a run would fail, too, at its first step
+                raise session.ahead_error
         finally:
             session.rounds.close()
     console.print(f"{compiled.describe()}\nkept in {folder}", markup=False, highlight=False)

@@ -75,17 +75,18 @@ class Session:
     """Steps done before this process started."""
     step: int = 0
     fine: Any = None
-    """True if the last step was finite, as a device array; set together with the state."""
+    """Whether the last step was finite, as a device array; set together with the state."""
     folder: Path = Path()
     phase: Callable[..., AbstractContextManager[object]] = lambda name, detail=None: nullcontext()
     signals: Any = None
     ended: bool = False
-    """True once an observer has ended the run."""
+    """Whether an observer has ended the run."""
 
     def __post_init__(self) -> None:
         self.scorer = Scorer(self.snapshot, impl=self.config.model.logp)
         self._ahead: threading.Thread | None = None
-        self._ending = threading.Event()
+        self.ahead_error: BaseException | None = None
+        """What ended compiling ahead before its end."""
 
     @property
     def row_lengths(self) -> list[int]:
@@ -155,7 +156,7 @@ class Session:
             compiling.ahead.add(threading.get_ident())
             with jax.set_mesh(self.task.mesh):
                 for length in reversed(self.row_lengths):
-                    if not self.ended and not self._ending.is_set():
+                    if not self.ended:
                         batch = self.batch_shapes(length)
                         compile_step(self.run_step, state, batch, frozen, fine, microsteps)
 
@@ -163,6 +164,7 @@ class Session:
             try:
                 compile_all()
             except plugins.FAILURES as error:
+                self.ahead_error = error
                 log(f"note: compiling ahead ended by {type(error).__name__}: {error}")
 
         self._ahead = threading.Thread(target=log_failure, name="compiling ahead")
@@ -170,7 +172,7 @@ class Session:
 
     @property
     def compiles(self) -> bool:
-        """True while programs may compile ahead."""
+        """Whether programs compile ahead."""
         return self._ahead is not None
 
     def batch_shapes(self, length: int) -> Batch:
@@ -188,11 +190,6 @@ class Session:
             return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
         return jax.tree.map(place, abstract_batch(self.task, (1, rows, length)))
-
-    def end_compiling(self) -> None:
-        """Wait for the program that compiles ahead, and begin no other."""
-        self._ending.set()
-        self.wait_for_programs()
 
     def wait_for_programs(self) -> None:
         """Wait until nothing compiles ahead."""
