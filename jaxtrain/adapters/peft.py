@@ -261,10 +261,11 @@ def write_gathered(
     raw = describe_adapter(linears, join_slots(config, adapter), base_name, targets)
     # PEFT renames tensors as transformers does, but not the modules to put pairs at. Only models
     # with a tensor for each expert need an expression, and none of their names differs.
-    if isinstance(listed := raw["target_modules"], list):
-        raw["target_modules"] = [module_in_memory(name) for name in listed] + [
+    if isinstance(raw["target_modules"], list):
+        names = [module_in_memory(name) for name in raw["target_modules"]]
+        raw["target_modules"] = names + [
             ".".join((*owner, config.modules_in_memory[name]))
-            for *owner, name in (module.split(".") for module in listed)
+            for *owner, name in (module.split(".") for module in names)
             if name in config.modules_in_memory
         ]
     for key in ("rank_pattern", "alpha_pattern"):
