@@ -282,9 +282,10 @@ def set_task(conversion: Conversion, method: str, loss: Any) -> None:
         conversion.set("task.labels", "steps" if method == "prm" else None)
     elif method in ("gkd", "distillation"):
         conversion.set("task.kind", "distillation")
-        conversion.set("task.temperature", conversion.source.get("temperature"))
         if method == "distillation":
             conversion.set("task.on_policy_share", 1.0)
+            # GKD's is that of the answers alone: its trainer compares logits at 1.
+            conversion.set("task.temperature", conversion.source.get("temperature"))
         if conversion.source.get("lmbda", 1.0):
             conversion.set("rollout.group_size", 1)
     elif method != "sft":

@@ -400,21 +400,23 @@ TEACHER = "--model_name_or_path m --teacher_model_name_or_path t --dataset_name 
 
 
 @pytest.mark.parametrize(
-    ("line", "share", "beta", "temperature"),
+    ("line", "share", "beta", "temperatures"),
     [
-        (f"python trl/scripts/distillation.py {TEACHER}", 1.0, 1.0, 1.0),
-        (f"python examples/scripts/gkd.py {TEACHER}", 0.5, 0.5, 0.9),
-        (f"python gkd.py {TEACHER} --lmbda 0 --beta 0.1", 0, 0.1, 0.9),
-        (f"python mine.py {TEACHER} --temperature 2", 1.0, 1.0, 2),
+        (f"python trl/scripts/distillation.py {TEACHER}", 1.0, 1.0, (1.0, 1.0)),
+        (f"python examples/scripts/gkd.py {TEACHER}", 0.5, 0.5, (None, 0.9)),
+        (f"python gkd.py {TEACHER} --lmbda 0 --beta 0.1", 0, 0.1, (None, 0.9)),
+        (f"python mine.py {TEACHER} --temperature 2", 1.0, 1.0, (2, 2)),
     ],
 )
-def test_trl_distills(line, share, beta, temperature):
+def test_trl_distills(line, share, beta, temperatures):
+    """Temperatures are those of the loss and of answers; TRL's GKDTrainer has the second alone."""
     keys = trl.parse_command(f"{line} --per_device_train_batch_size 4")
     conversion = convert("trl", **keys)
     task = conversion.get("task")
     assert (task["kind"], task["teacher"]) == ("distillation", {"path": "t"})
-    actual = (task["on_policy_share"], task["beta"], task["temperature"])
-    assert actual == (share, beta, temperature)
+    assert (task["on_policy_share"], task["beta"]) == (share, beta)
+    actual = task.get("temperature"), conversion.get("sampling.temperature")
+    assert actual == temperatures
     rollout = {"group_size": 1, "prompts_per_step": 4} if share else None
     assert conversion.get("rollout") == rollout
 

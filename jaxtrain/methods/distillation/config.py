@@ -51,8 +51,8 @@ class DistillationTask(TaskSection):
     Jensen-Shannon, as in GKD and TRL, whose default is 0.5. It shrinks towards both ends: at 0.1
     its numbers are about a tenth of those at 0."""
     temperature: float = Field(1.0, gt=0, le=1000)
-    """Both models' logits are divided by it before they are compared (TRL's default is 0.9). It
-    does not touch ce_weight's term, nor how own answers are drawn (sampling.temperature)."""
+    """Both models' logits are divided by it before they are compared. It does not touch ce_weight's
+    term, nor how own answers are drawn (sampling.temperature)."""
     scale_by_temperature: bool = False
     """Multiply the divergence by temperature^2 (Hinton), which keeps its gradients alike at all
     temperatures. TRL does not."""
