@@ -86,7 +86,7 @@ def convert(table: Mapping[str, Any]) -> Conversion:
         )
     if not conversion.get("model.path"):
         conversion.log("unset; name its file first: jaxtrain convert MODEL.toml THIS.toml", "model")
-    conversion.attempt(_finish_rounds if drawn else _set_data, set_evaluation, finish)
+    conversion.attempt(_finish_rounds if drawn else _set_data, set_evaluation, finish, _set_vision)
     return conversion
 
 
@@ -215,6 +215,8 @@ def _set_algorithm(conversion: Conversion, algorithm: Mapping[str, Any]) -> bool
     if name in ("sft", "dataset_sft"):
         for key in ("rollout", "sampling", "task"):
             conversion.remove(key)
+        of_answers = ("orchestrator.group_size", "sampling.max_new_tokens")
+        conversion.notes = [note for note in conversion.notes if note[0] not in of_answers]
         path = (algorithm.get("dataset") or {}).get("name")
         conversion.set("data.datasets", [{"path": path}] if path else None)
         tokens = conversion.source["orchestrator"].get("token_batch_size") or 0
@@ -306,6 +308,16 @@ def _set_data(conversion: Conversion) -> None:
     ):
         conversion.missed.append(("data.loss_mask", mask, 'train_on is "assistant" or "all"'))
     conversion.set("data.datasets", datasets or None)
+
+
+def _set_vision(conversion: Conversion) -> None:
+    """Train the tower for images, unless it is frozen, as by default and beside an adapter."""
+    trainer = _section(_section(conversion.source, "trainer"), "model")
+    for model in (_section(conversion.source, "model"), trainer):
+        if vlm := _section(model, "vlm"):
+            conversion.images = "model.vlm"
+            if vlm.get("freeze_vision_encoder") is False and not conversion.get("adapter.kind"):
+                conversion.set("model.vision.train", "all")
 
 
 def _client(conversion: Conversion, value: Any) -> None:

@@ -155,6 +155,7 @@ def test_data_that_the_orchestrator_trains_on():
     assert conversion.get("data") == data and conversion.get("rollout") is None
     supervised = convert("prime-rl", **keys, trainer={"loss": {"type": "sft"}})
     assert supervised.get("data") == data and not supervised.missed
+    assert not any("answer" in text for _, text in supervised.notes), "none is drawn"
 
 
 @pytest.mark.parametrize(
@@ -170,6 +171,21 @@ def test_groups_without_advantages_are_drawn_again(gate, expected):
     conversion = convert("prime-rl", **rounds(train={"source": [source]}))
     assert conversion.get("rollout.zero_advantage") == expected
     assert [key for key, *_ in conversion.missed] == ([] if expected else ["env.curriculum"])
+
+
+@pytest.mark.parametrize(
+    ("vlm", "adapter", "expected"),
+    [
+        ({"freeze_vision_encoder": False}, {}, "all"),
+        ({"freeze_vision_encoder": False}, {"lora": {"rank": 4}}, None),
+        ({"vision_encoder_attr": "model.visual"}, {}, None),
+    ],
+)
+def test_a_tower_trains_unless_it_is_frozen(vlm, adapter, expected):
+    model = {"name": "Qwen/Qwen3-VL-4B", "vlm": vlm, **adapter}
+    conversion = convert("prime-rl", **{**rounds(), "model": model})
+    assert conversion.get("model.vision.train") == expected
+    assert conversion.images == "model.vlm" and not conversion.missed
 
 
 def test_steps_of_the_sign_are_lion_without_momentum():
