@@ -75,16 +75,17 @@ class Session:
     """Steps done before this process started."""
     step: int = 0
     fine: Any = None
-    """Whether the last step was finite, as a device array; set together with the state."""
+    """True if the last step was finite, as a device array; set together with the state."""
     folder: Path = Path()
     phase: Callable[..., AbstractContextManager[object]] = lambda name, detail=None: nullcontext()
     signals: Any = None
     ended: bool = False
-    """Whether an observer has ended the run."""
+    """True once an observer has ended the run."""
 
     def __post_init__(self) -> None:
         self.scorer = Scorer(self.snapshot, impl=self.config.model.logp)
         self._ahead: threading.Thread | None = None
+        self._ending = threading.Event()
         self.ahead_error: BaseException | None = None
         """What ended compiling ahead before its end."""
 
@@ -156,7 +157,7 @@ class Session:
             compiling.ahead.add(threading.get_ident())
             with jax.set_mesh(self.task.mesh):
                 for length in reversed(self.row_lengths):
-                    if not self.ended:
+                    if not self.ended and not self._ending.is_set():
                         batch = self.batch_shapes(length)
                         compile_step(self.run_step, state, batch, frozen, fine, microsteps)
 
@@ -172,7 +173,7 @@ class Session:
 
     @property
     def compiles(self) -> bool:
-        """Whether programs compile ahead."""
+        """True while programs may compile ahead."""
         return self._ahead is not None
 
     def batch_shapes(self, length: int) -> Batch:
@@ -190,6 +191,11 @@ class Session:
             return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
         return jax.tree.map(place, abstract_batch(self.task, (1, rows, length)))
+
+    def end_compiling(self) -> None:
+        """Wait for the program that compiles ahead, and begin no other."""
+        self._ending.set()
+        self.wait_for_programs()
 
     def wait_for_programs(self) -> None:
         """Wait until nothing compiles ahead."""
