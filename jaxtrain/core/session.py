@@ -166,7 +166,7 @@ class Session:
                 compile_all()
             except plugins.FAILURES as error:
                 self.ahead_error = error
-                log(f"note: compiling ahead ended by {type(error).__name__}: {error}")
+                log(f"note: compiling ahead ended: {plugins.describe(error)}")
 
         self._ahead = threading.Thread(target=log_failure, name="compiling ahead")
         self._ahead.start()

@@ -8,6 +8,7 @@ All calls are made by one thread, the only one that launches work on the devices
 
 import dataclasses
 import functools
+import hashlib
 import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
@@ -70,6 +71,16 @@ class Base:
         self.mesh = self.bundle.mesh
         self.follows_trees = snapshot.model().follows_trees
         self._kinds: dict[LoRA, ModelKind] = {}
+
+    def fingerprint(self) -> str:
+        """Return the sha256 over name, dtype, shape, first and last vector of every parameter:
+        training or merging changes a parameter nearly everywhere."""
+        digest = hashlib.sha256()
+        for path, value in sorted(self.params.items()):
+            digest.update(repr((path, str(value.dtype), value.shape)).encode())
+            for index in (0, -1):
+                digest.update(to_host(value[(index,) * (value.ndim - 1)]).tobytes())
+        return digest.hexdigest()
 
     def kind(self, lora: LoRA) -> "ModelKind":
         """Return the kind of models that train this; UserError where the model has no such

@@ -1,5 +1,6 @@
 """Weights on disk, by tinker:// path.
 
+FOLDER/base.json                            which weights the models train on
 FOLDER/models/MODEL/weights/NAME            a training state, with its optimizer
 FOLDER/models/MODEL/sampler_weights/NAME    what a sampler needs
 FOLDER/models/MODEL/snapshot                the newest state that a restart begins from
@@ -29,6 +30,7 @@ PATH = re.compile(
     rf"tinker://({MODEL_ID.pattern})/(weights|sampler_weights)/({NAME.pattern})", re.ASCII
 )
 ABOUT = "about.json"
+BASE = "base.json"
 
 
 class Saved(NamedTuple):
@@ -48,8 +50,26 @@ class WeightsStore:
     """Folder of weights that clients have trained."""
 
     def __init__(self, folder: Path, base: Base):
+        """Raises UserError for a folder whose models train on other weights."""
         self.folder, self.base = folder, base
         self._renaming = threading.Lock()
+        self._check_base()
+
+    def _check_base(self) -> None:
+        record, place = self.folder / BASE, str(self.base.bundle.folder)
+        identity = {"path": place, "fingerprint": self.base.fingerprint()}
+        try:
+            earlier = {name: json.loads(record.read_text())[name] for name in identity}
+        except FileNotFoundError:
+            write_synced(record, identity)
+            return
+        except (OSError, ValueError, TypeError, LookupError) as error:
+            raise UserError(f"{record} cannot be read: {error}") from None
+        if earlier["fingerprint"] != identity["fingerprint"]:
+            raise UserError(
+                f"--train {self.folder}: its models train on the weights that were in"
+                f" {earlier['path']}, and {place} has others; serve those, or name another folder"
+            )
 
     def place(self, model_id: str) -> Path:
         """Return a model's folder."""
@@ -87,12 +107,7 @@ class WeightsStore:
             checkpoints.save(0, arrays, cursor)
         finally:
             checkpoints.close()
-        about = {**lora._asdict(), "request": request}
-        with open(unfinished / ABOUT, "w") as file:
-            file.write(json.dumps(about) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        sync_folder(unfinished)
+        write_synced(unfinished / ABOUT, {**lora._asdict(), "request": request})
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         with self._renaming:
@@ -113,6 +128,17 @@ class WeightsStore:
         """Return a sampler's parameters."""
         shapes = {**kind.roles.copy_shapes, **kind.roles.trained_shapes}
         return read_arrays(folder, shapes)[0]
+
+
+def write_synced(path: Path, value: dict[str, Any]) -> None:
+    """Write JSON that is on the disk, with its name, when this returns; never half of it."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with open(unfinished, "w") as file:
+        file.write(json.dumps(value) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(unfinished, path)
+    sync_folder(path.parent)
 
 
 def read_arrays(folder: Path, shapes: Any) -> tuple[Any, dict[str, Any]]:

@@ -1,12 +1,15 @@
 """The training API over HTTP: order, repetition, refusals, samples, two clients, restarts."""
 
+import copy
 import json
 
 import numpy as np
 import pytest
 from api_toy import Client, Server, as_data, draw_documents, open_base, read_output, write_request
 
+from jaxtrain.errors import UserError
 from jaxtrain.training_api import model_queue, wire
+from jaxtrain.training_api.weights_store import WeightsStore
 
 DATA = as_data(draw_documents(3))
 OTHER = as_data(draw_documents(3, seed=1))
@@ -298,3 +301,17 @@ def test_a_restart_goes_on_where_it_was(base, alone, tmp_path, monkeypatch, seco
         assert status == 409, json.dumps(answer)
     finally:
         second.stop()
+
+
+def test_a_folder_of_another_base_is_refused(server, base, tmp_path):
+    """Shapes are the same; one weight differs in its last place."""
+    path = sorted(base.params)[-1]
+    other = copy.copy(base)
+    weight = base.params[path]
+    other.params = {**base.params, path: weight.at[(-1,) * weight.ndim].add(1e-3)}
+    (tmp_path / "base.json").write_bytes((server.api.folder / "base.json").read_bytes())
+    assert WeightsStore(tmp_path, base).base is base
+    with pytest.raises(
+        UserError, match=r"its models train on the weights that were in .* has others"
+    ):
+        WeightsStore(tmp_path, other)
