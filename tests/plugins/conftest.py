@@ -22,7 +22,7 @@ def install(folder: Path, name: str, groups: dict[str, dict[str, str]]) -> None:
     (info / "entry_points.txt").write_text("\n".join(lines) + "\n")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def my_package(tmp_path_factory):
     """The folder that holds my_package, importable and with its entry points."""
     folder = tmp_path_factory.mktemp("site")
