@@ -185,7 +185,7 @@ def describe_programs(session: Session) -> str:
     return (
         f"{len(lengths)} step program{'s' * (len(lengths) > 1)}: {rows} rows of {shown} tokens,"
         " however many microsteps a step has"
-        f"{', compiling beside the start' if session.compiles else ''}"
+        f"{', compiled while the weights are read' if session.compiled_ahead else ''}"
     )
 
 

@@ -85,6 +85,7 @@ class Session:
     def __post_init__(self) -> None:
         self.scorer = Scorer(self.snapshot, impl=self.config.model.logp)
         self._ahead: threading.Thread | None = None
+        self._compiles_ahead = False
         self._ending = threading.Event()
         self.ahead_error: BaseException | None = None
         """What ended compiling ahead before its end."""
@@ -168,13 +169,14 @@ class Session:
                 self.ahead_error = error
                 log(f"note: compiling ahead ended: {plugins.describe(error)}")
 
+        self._compiles_ahead = True
         self._ahead = threading.Thread(target=log_failure, name="compiling ahead")
         self._ahead.start()
 
     @property
-    def compiles(self) -> bool:
-        """True while programs may compile ahead."""
-        return self._ahead is not None
+    def compiled_ahead(self) -> bool:
+        """True if all step programs are compiled in a thread, or have been, and none failed."""
+        return self._compiles_ahead and self.ahead_error is None
 
     def batch_shapes(self, length: int) -> Batch:
         """Return the shapes of a microstep [1, B, T], prepared and placed as the step gets it."""

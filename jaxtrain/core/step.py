@@ -337,13 +337,13 @@ class TrainStep:
         self.backward, self._update = backward, update
         self.gradient_point = jax.jit(gradient_point)
         self.update = jax.jit(update, donate_argnums=0)
-        self.single = jax.jit(self._single_step, donate_argnums=0)
+        self.single = jax.jit(self.single_step, donate_argnums=0)
         """The step of a batch [1, B, T] on the devices."""
         self.prefers_single = False
         """True: a batch of one microstep takes the program `single` instead of those that any
         number takes: XLA fuses and schedules it better, and it keeps no accumulator."""
 
-    def _single_step(
+    def single_step(
         self,
         state: State,
         batch: Batch,

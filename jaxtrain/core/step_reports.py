@@ -61,6 +61,8 @@ class StepReports(Hook):
             # Compiling may take minutes: report the step before it first.
             self.flush()
             self.programs.add((rows, tokens, single))
+            if self.session.compiled_ahead:
+                return
             last = max(len(self.programs), len(self.session.row_lengths))
             self.sinks.log(
                 f"compiling step program {len(self.programs)} of {last}: {rows} rows of {tokens}"

@@ -25,7 +25,7 @@ report = false
 every = 100
 """
 CALCULATOR = '[[data.datasets]]\npath = "builtin:calculator"\noptions = { num_rows = 40 }\n'
-STEPS = {"_single_step", "zeros", "add_micro", "update"}
+STEPS = {"single_step", "zeros", "add_micro", "update"}
 
 
 def sections(folder):
@@ -59,7 +59,7 @@ def sections(folder):
         pytest.param("tree", marks=pytest.mark.slow),
     ],
 )
-def test_no_step_compiles(kind, tmp_path):
+def test_no_step_compiles(kind, tmp_path, capsys):
     compiled = Counter()
 
     def note(event, seconds, **values):
@@ -77,3 +77,6 @@ def test_no_step_compiles(kind, tmp_path):
         jax.monitoring.unregister_event_duration_listener(note)
     assert compiled and set(compiled.values()) == {1}, compiled
     assert {thread for _, thread in compiled} == {"compiling ahead"}, compiled
+    printed = capsys.readouterr().out
+    assert "compiled while the weights are read" in printed
+    assert "compiling step program" not in printed

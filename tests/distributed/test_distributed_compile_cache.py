@@ -154,7 +154,7 @@ def test_a_run_finds_what_a_dry_run_compiled(table, tmp_path):
     config, cache = write_config(tmp_path, table), tmp_path / "cache"
 
     def list_steps():
-        names = ("_single_step", "add_micro", "update", "zeros")
+        names = ("single_step", "add_micro", "update", "zeros")
         return {p.name for name in names for p in cache.rglob(f"jit_{name}-*-cache")}
 
     count_programs(config, tmp_path / "run", cache, "--dry-run", "--compile")
