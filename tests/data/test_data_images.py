@@ -191,16 +191,16 @@ def test_a_url_is_fetched_of_an_allowed_host_alone(folder, tokenizer):
     with ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         read = make_reader(folder, tokenizer, image_hosts=["127.0.0.1", "Some.Example"])
-        place = f"127.0.0.1:{server.server_port}"
-        for url in (f"http://{place}/wide.png", f"http://{place}/?to=http://{place}/wide.png"):
+        host = f"127.0.0.1:{server.server_port}"
+        for url in (f"http://{host}/wide.png", f"http://{host}/?to=http://{host}/wide.png"):
             [sample] = read(ask(part("x"), image=url))
             assert [image.size for image in sample.images.images] == [(20, 10)]
         for url, reason in (
-            (f"http://{place}/no.png", "an image cannot be fetched: Not Found"),
-            (f"http://{place}/a b.png", "an image cannot be fetched: URL can't contain control"),
+            (f"http://{host}/no.png", "an image cannot be fetched: Not Found"),
+            (f"http://{host}/a b.png", "an image cannot be fetched: URL can't contain control"),
             ("https://other.example/a.png", "a URL of 'other.example', not in image_hosts"),
-            (f"http://{place}/?to=http://localhost/a.png", "a URL of 'localhost', not in image"),
-            (f"http://{place}/?to=ftp://127.0.0.1/a.png", "a URL of scheme 'ftp'"),
+            (f"http://{host}/?to=http://localhost/a.png", "a URL of 'localhost', not in image"),
+            (f"http://{host}/?to=ftp://127.0.0.1/a.png", "a URL of scheme 'ftp'"),
         ):
             [drop] = read(ask(part("x"), image=url))
             assert reason in drop.reason, (url, drop.reason)
