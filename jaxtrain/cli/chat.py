@@ -224,10 +224,12 @@ class Conversation:
 
     async def say(self, text: str) -> None:
         """Print the answer to a message as it comes. An answer that is interrupted stays as far as
-        it came; of one that fails the message is taken back."""
+        it came; of one that fails the message is taken back, and its pictures wait for the next
+        message."""
         content: Any = text
-        if self.pictures:
-            content, self.pictures = [*self.pictures, {"type": "text", "text": text}], []
+        pictures, self.pictures = self.pictures, []
+        if pictures:
+            content = [*pictures, {"type": "text", "text": text}]
         self.messages.append({"role": "user", "content": content})
         pieces: list[str] = []
         try:
@@ -240,6 +242,9 @@ class Conversation:
         except UserError:
             self.messages.pop()
             pieces.clear()
+            self.pictures = pictures
+            if pictures:
+                print("its pictures wait for the next message; /reset drops them", file=sys.stderr)
             raise
         finally:
             print(flush=True)

@@ -11,6 +11,8 @@ import numpy as np
 
 from jaxtrain.data.packing.tree import Forest, Node, PlacedImages, Tree, TreeGroup
 
+TOO_MANY_PATCHES = "too many patches of images for a row (data.image_patches)"
+
 
 @dataclass(frozen=True)
 class Sample:
@@ -91,8 +93,7 @@ def to_trees(
         if trees and any(tree.num_tokens > row_tokens for tree in trees):
             item = Dropped("too long for a row", trees[0].origin)
         elif row_patches is not None and any(tree.num_patches > row_patches for tree in trees):
-            reason = "too many patches of images for a row (data.image_patches)"
-            item = Dropped(reason, next(tree.origin for tree in trees))
+            item = Dropped(TOO_MANY_PATCHES, next(tree.origin for tree in trees))
         elif trees and not any(map(trains, trees)):
             item = Dropped("no trained token", trees[0].origin)
         checked.append(item)

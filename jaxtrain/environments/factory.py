@@ -28,21 +28,22 @@ def open_env(
     row_tokens: int | None = None,
     section: str = "env",
     folder: str | None = None,
+    row_patches: int | None = None,
 ) -> Env:
     """Build the environment that the section names; UserError if that fails.
 
     row_tokens: longest sequence that can be trained; conversations end there. section: its key in
-    the config. folder: folder of the run, for logs of processes. Nothing starts before the first
-    episode; `close()` of the environment, if it has one, stops what was started.
+    the config. folder: folder of the run, for logs of processes. row_patches: patches of images
+    that a row can hold; prompts with more are refused before they are answered. Nothing starts
+    before the first episode; `close()` of the environment, if it has one, stops what was started.
     """
     key = f"{section}.kind" if config.path is None else f"{section}.path"
     name = config.path or config.kind
     factory = plugins.find("envs", name, BUILTIN, key=key)
     match config.kind:
         case "single_turn":
-            return factory(
-                tokenizer, config.prompt_column, config.system, config.raw, config.special_tokens
-            )
+            column, controls = config.prompt_column, config.special_tokens
+            return factory(tokenizer, column, config.system, config.raw, controls, row_patches)
         case "calculator":
             return factory(tokenizer, config.max_turns, config.history == "template")
         case "openenv":

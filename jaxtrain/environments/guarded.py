@@ -174,8 +174,9 @@ def open_guarded(
     section: str = "env",
     media: MediaTokens | None = None,
     folder: str | None = None,
+    row_patches: int | None = None,
 ) -> GuardedEnv:
     """Open an environment as factory.open_env does, guarded; the caller closes it."""
     key, name = ("kind", config.kind) if config.path is None else ("path", config.path)
-    env = open_env(config, tokenizer, row_tokens, section, folder)
+    env = open_env(config, tokenizer, row_tokens, section, folder, row_patches)
     return GuardedEnv(env, f"{section}.{key} {name!r}", config.timeout, config.step_timeout, media)

@@ -17,6 +17,7 @@ from jaxtrain.data.chat.template import (
 )
 from jaxtrain.data.chat.tokenize import open_images, open_row_images
 from jaxtrain.data.packing.tree import PlacedImages
+from jaxtrain.data.sample import TOO_MANY_PATCHES
 from jaxtrain.errors import UnusableRow, UserError
 from jaxtrain.generation.engine import Engine, Sampling
 from jaxtrain.generation.episodes import Episode
@@ -62,14 +63,17 @@ class SingleTurn:
         system: str | None = None,
         raw: bool = False,
         special_tokens: SpecialTokens = "text",
+        row_patches: int | None = None,
     ):
-        """special_tokens: meaning of control tokens that a prompt spells."""
+        """special_tokens: meaning of control tokens that a prompt spells. row_patches: limit of a
+        prompt's images; None: no limit."""
         self.tokenizer = tokenizer
         self.column = column
         self.system = system
         self.raw = raw or not tokenizer.chat_template
         self.special_tokens: SpecialTokens = special_tokens
         self.stop_ids = tuple(sorted(end_of_turn_ids(tokenizer, self.raw)))
+        self.row_patches = row_patches
         self.images = None if self.raw else open_images(None, tokenizer)
 
     async def run(
@@ -112,11 +116,17 @@ class SingleTurn:
             if prompt.images is not None and not isinstance(source, str):
                 placed = prompt.images.find(np.asarray(tokens), source)
                 source = prompt.images.to_parts(source)
+                if placed is not None and self._has_too_many(placed):
+                    raise MalformedRow(TOO_MANY_PATCHES)
             return source, tokens, placed
         except MalformedRow as error:
             raise UnusableRow(error.describe("env: a row cannot be used")) from None
         except TemplateFailed as error:
             raise UnusableRow(f"env: a row cannot be used: {error}") from None
+
+    def _has_too_many(self, images: PlacedImages) -> bool:
+        """Return True for images that no row has room for."""
+        return self.row_patches is not None and images.num_patches > self.row_patches
 
     def render(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a conversation with the generation prompt."""

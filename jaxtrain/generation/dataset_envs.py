@@ -82,17 +82,18 @@ def open_envs(
     row_tokens: int,
     stack: ExitStack,
     media: MediaTokens | None = None,
+    row_patches: int | None = None,
 ) -> DatasetEnvs:
     """Open the run's environment and those of datasets with a section of their own.
 
     row_tokens: longest sequence that can be drawn and trained. stack: closes them. media: tokens
-    that no prompt may hold, see GuardedEnv.
+    that no prompt may hold, see GuardedEnv. row_patches: limit of a prompt's images, see open_env.
     """
     datasets = config.data.datasets
 
     def open_env(section: EnvConfig, key: str) -> GuardedEnv:
         folder = config.run.output_dir
-        env = open_guarded(section, tokenizer, row_tokens, key, media, folder)
+        env = open_guarded(section, tokenizer, row_tokens, key, media, folder, row_patches)
         stack.callback(env.close)
         return env
 

@@ -1,12 +1,13 @@
 """`jaxtrain chat`, piped: against a server, and what it saves."""
 
+import asyncio
 import io
 import json
 
 import pytest
 from serving_toy import WatchedScript, serving
 
-from jaxtrain.cli.chat import read_sampling
+from jaxtrain.cli.chat import Conversation, read_sampling
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.errors import UserError
 from jaxtrain.main import main
@@ -55,3 +56,32 @@ def test_what_is_wrong_is_one_line(server, monkeypatch, capsys, tmp_path):
     assert "does not answer" in capsys.readouterr().err
     with pytest.raises(UserError, match="model is not for a server"):
         read_sampling(["model.path=x"])
+
+
+class FailsOnce:
+    """A speaker that fails, then answers with the types of the parts that it was sent."""
+
+    def __init__(self):
+        self.failed = False
+
+    async def answer(self, messages):
+        if not self.failed:
+            self.failed = True
+            raise UserError("chat: no answer")
+        content = " ".join(part["type"] for part in messages[-1]["content"])
+        yield {"choices": [{"delta": {"content": content}}]}
+
+
+def test_pictures_of_a_message_without_an_answer_belong_to_the_next(tmp_path, capsys):
+    image = pytest.importorskip("PIL.Image")
+    image.new("RGB", (4, 3)).save(tmp_path / "small.png")
+    conversation = Conversation(FailsOnce())
+    conversation.add_picture(tmp_path / "small.png")
+    with pytest.raises(UserError, match="no answer"):
+        asyncio.run(conversation.say("What?"))
+    assert not conversation.messages
+    assert "its pictures wait for the next message" in capsys.readouterr().err
+    asyncio.run(conversation.say("What?"))
+    assert capsys.readouterr().out == "image_url text\n"
+    assert [message["role"] for message in conversation.messages] == ["user", "assistant"]
+    assert not conversation.pictures

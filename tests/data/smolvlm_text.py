@@ -71,5 +71,5 @@ def make_reader(folder, tokenizer, length=400, too_long="drop", **keys):
     def read(row):
         return tokenize(row, "train.jsonl row 1")
 
-    read.tokenizer = tokenizer
+    read.tokenizer, read.images = tokenizer, tokenize.images
     return read

@@ -19,6 +19,7 @@ from jaxtrain.data.comparisons.preference_row import SAME
 from jaxtrain.data.comparisons.preferences import RankedReader
 from jaxtrain.data.images import decode
 from jaxtrain.data.images.patches import PatchPacker
+from jaxtrain.data.images.reader import _check_host
 from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
 from jaxtrain.data.packing.prefixes import FlatSequence, merge_prefixes, share_prefixes
 from jaxtrain.data.packing.steps import StepShape, count_images
@@ -189,21 +190,23 @@ class Pictures(BaseHTTPRequestHandler):
 def test_a_url_is_fetched_of_an_allowed_host_alone(folder, tokenizer):
     with ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        read = make_reader(folder, tokenizer, image_hosts=["127.0.0.1"])
-        place = f"127.0.0.1:{server.server_port}"
-        for url in (f"http://{place}/wide.png", f"http://{place}/?to=http://{place}/wide.png"):
+        read = make_reader(folder, tokenizer, image_hosts=["127.0.0.1", "Some.Example"])
+        host = f"127.0.0.1:{server.server_port}"
+        for url in (f"http://{host}/wide.png", f"http://{host}/?to=http://{host}/wide.png"):
             [sample] = read(ask(part("x"), image=url))
             assert [image.size for image in sample.images.images] == [(20, 10)]
         for url, reason in (
-            (f"http://{place}/no.png", "an image cannot be fetched: Not Found"),
-            (f"http://{place}/a b.png", "an image cannot be fetched: URL can't contain control"),
+            (f"http://{host}/no.png", "an image cannot be fetched: Not Found"),
+            (f"http://{host}/a b.png", "an image cannot be fetched: URL can't contain control"),
             ("https://other.example/a.png", "a URL of 'other.example', not in image_hosts"),
-            (f"http://{place}/?to=http://localhost/a.png", "a URL of 'localhost', not in image"),
-            (f"http://{place}/?to=ftp://127.0.0.1/a.png", "a URL of scheme 'ftp'"),
+            (f"http://{host}/?to=http://localhost/a.png", "a URL of 'localhost', not in image"),
+            (f"http://{host}/?to=ftp://127.0.0.1/a.png", "a URL of scheme 'ftp'"),
         ):
             [drop] = read(ask(part("x"), image=url))
             assert reason in drop.reason, (url, drop.reason)
         server.shutdown()
+    for host in ("some.example", "SOME.Example"):
+        _check_host(f"https://{host}/a.png", read.images.hosts)
 
 
 def test_without_the_format_images_are_refused_by_name(folder, tokenizer):

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.environments.single_turn import SingleTurn
 from jaxtrain.errors import UnusableRow, UserError
+from jaxtrain.generation.dataset_envs import measure_prompts
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.episode_codec import pack, unpack
 from jaxtrain.generation.episode_engine import open_view
@@ -90,8 +92,8 @@ def test_equal_texts_with_other_pictures_are_other_prompts(folder, tokenizer):
     )
     read = [SingleTurn(tokenizer).read(row)[1:] for row in rows]
     assert read[0][0] == read[1][0]
-    first, other, again = (Prompt.of(*pair) for pair in read)
-    assert first == again != other and hash(first) == hash(again)
+    first, different, repeated = (Prompt.of(*pair) for pair in read)
+    assert first == repeated != different and hash(first) == hash(repeated)
     assert Prompt.of(read[0][0], None) != first
 
 
@@ -125,12 +127,12 @@ def test_what_reads_text_alone_refuses_images_by_name(folder, tokenizer):
     with pytest.raises(UnusableRow, match="column images"):
         asyncio.run(tools.run(opened, engine, Sampling(), 0))
     parts = [{"role": "user", "content": [{"type": "image", "path": "wide.png"}]}]
-    other = open_tokenizer(folder)
-    other.image_format = None
-    [refused] = open_rows(folder, other, {"messages": parts})
+    text_tokenizer = open_tokenizer(folder)
+    text_tokenizer.image_format = None
+    [refused] = open_rows(folder, text_tokenizer, {"messages": parts})
     assert isinstance(refused, UnreadableRow) and "image" in refused.reason
     with pytest.raises(UnusableRow, match="column images"):
-        SingleTurn(other).read(open_rows(folder, other, row)[0])
+        SingleTurn(text_tokenizer).read(open_rows(folder, text_tokenizer, row)[0])
 
 
 def test_a_broken_image_makes_its_prompt_unreadable(folder, tokenizer):
@@ -144,6 +146,49 @@ def test_a_broken_image_makes_its_prompt_unreadable(folder, tokenizer):
     assert isinstance(absent, UnreadableRow) and "an image is absent" in absent.reason
     with pytest.raises(UnusableRow, match="1 images in the column, 2 placeholders"):
         SingleTurn(tokenizer).read(few)
+
+
+def test_images_of_a_history_and_of_a_column_belong_to_their_messages(folder, tokenizer):
+    image, text = {"type": "image", "path": "wide.png"}, {"type": "text", "text": "What?"}
+    history = [
+        {"role": "user", "content": [image, text]},
+        {"role": "assistant", "content": "A road."},
+    ]
+    question = [{"role": "user", "content": [{"type": "image"}, text]}]
+    rows = open_rows(
+        folder,
+        tokenizer,
+        {"prompt": "And there?", "history": history},
+        {"prompt": question, "messages": [*question, history[1]], "images": ["wide.png"]},
+    )
+    for row, turns in zip(rows, (3, 1), strict=True):
+        source, _, placed = SingleTurn(tokenizer).read(row)
+        assert len(source) == turns and len(placed.images) == 1
+        assert source[0]["content"][0]["path"] == str(folder / "wide.png")
+
+
+def test_a_prompt_with_more_patches_than_a_row_is_not_answered(folder, tokenizer):
+    rows = open_rows(folder, tokenizer, {"prompt": "What?", "images": ["wide.png"]})
+    [image] = SingleTurn(tokenizer).read(rows[0])[2].images
+    engine, patches = ScriptedEngine(tokenizer, ["red"]), image.num_patches
+    env = open_env(EnvConfig(), tokenizer, row_patches=patches - 1)
+    with pytest.raises(UnusableRow, match=r"too many patches .*data\.image_patches"):
+        asyncio.run(env.run(rows[0], open_view(engine), Sampling(), 0))
+    assert engine.texts == ["red"]
+    with pytest.raises(UserError, match="1 of 1 prompts looked at cannot be used"):
+        measure_prompts(rows, env, "data.datasets.0", print)
+    env = open_env(EnvConfig(), tokenizer, row_patches=patches)
+    assert asyncio.run(env.run(rows[0], open_view(engine), Sampling(), 0)).images is not None
+
+
+def test_a_server_without_pillow_refuses_images(folder, tokenizer, monkeypatch):
+    form, note = ServingFormat(tokenizer, 1000, 20), pytest.fail
+    url = f"data:image/png;base64,{base64.b64encode(draw(20, 10)).decode()}"
+    content = [{"type": "image_url", "image_url": {"url": url}}]
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(RequestRefused, match=r"pip install .jaxtrain\[vision\]") as caught:
+        form.read_chat({"messages": [{"role": "user", "content": content}]}, note)
+    assert caught.value.status == 400
 
 
 def test_a_server_limits_images_before_it_decodes_them_all(folder, tokenizer):

@@ -137,6 +137,18 @@ def test_the_trainer_hears_of_servers_and_counts(cluster):
     assert producer.counters()["vllm/requests"] == 4 * GROUP  # said with the answers themselves
 
 
+def test_an_answer_that_is_read_late_does_not_undo_newer_numbers(cluster):
+    producer = cluster.join()
+    take(producer, 4)
+    late = cluster.service.call("tick", producer.token, None).result()
+    take(producer, 4)
+    producer._take_in(late)
+    assert late["done"] == 4 and producer.prompts.done == 8
+    cluster.service.end()  # its successor counts its answers anew
+    take(producer, 2)
+    assert producer.prompts.done == 10
+
+
 def test_what_overtakes_each_other_counts_once():
     """A beat's answer, made before that of a draw, may be heard behind it."""
     crew = crews.RolloutWorkers([], "key", OPENER, {}, episode_seconds=1.0, log=print)

@@ -68,7 +68,7 @@ class Pictures:
         ]
         return pack_images(listed, self.patch, self.merge, num_patches)
 
-    def forward(self, theirs, tokens, placed):
+    def forward(self, torch_model, tokens, placed):
         """Logits [n, V] of torch."""
         inputs = {"input_ids": np.array(tokens)[None]}
         if placed is not None:
@@ -76,7 +76,7 @@ class Pictures:
             inputs = processed(self.raw, np.array(tokens), arrays)
         inputs = {key: torch.from_numpy(value) for key, value in inputs.items()}
         with torch.no_grad():
-            return theirs(use_cache=False, **inputs).logits[0].double().numpy()
+            return torch_model(use_cache=False, **inputs).logits[0].double().numpy()
 
 
 @functools.cache
@@ -84,10 +84,10 @@ def open_models(name):
     """The model of transformers, and of its folder."""
     import tempfile
 
-    theirs = make_torch(VISION[name])
+    torch_model = make_torch(VISION[name])
     with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        return theirs, loading.load(folder)
+        torch_model.save_pretrained(folder)
+        return torch_model, loading.load(folder)
 
 
 def open_sampler(name, **options):
@@ -97,9 +97,9 @@ def open_sampler(name, **options):
     return sampler
 
 
-def check_greedy(pictures, theirs, tokens, placed, answer):
+def check_greedy(pictures, torch_model, tokens, placed, answer):
     """Each token is torch's most probable one that is no image, with torch's log-prob."""
-    logits = pictures.forward(theirs, [*tokens, *answer.tokens], placed)
+    logits = pictures.forward(torch_model, [*tokens, *answer.tokens], placed)
     logits = logits[len(tokens) - 1 : -1]
     shifted = logits - logits.max(-1, keepdims=True)
     logp = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
@@ -124,7 +124,7 @@ def check_greedy(pictures, theirs, tokens, placed, answer):
 def test_greedy_answers_are_those_of_transformers(name, monkeypatch):
     """Prompts of several lengths in one batch: two images, one, one at the end, none; and the
     text of another prompt with another picture."""
-    theirs, _ = open_models(name)
+    torch_model, _ = open_models(name)
     pictures, sampler = Pictures(name), open_sampler(name)
     prompts = [
         pictures.prompt(1, 3, "0", 8, "1", 30),
@@ -147,7 +147,7 @@ def test_greedy_answers_are_those_of_transformers(name, monkeypatch):
     seen = sum(int((np.asarray(x.until) - np.asarray(x.since) > 1).any(1).sum()) for x in towers)
     assert seen == 5, "the tower reads the images of a prompt once"
     for (tokens, placed), answer in zip(group, answers, strict=True):
-        check_greedy(pictures, theirs, tokens, placed, answer)
+        check_greedy(pictures, torch_model, tokens, placed, answer)
     assert answers[0].tokens == answers[6].tokens
     assert prompts[4][0] == prompts[5][0] and answers[4].logprobs != answers[5].logprobs
 

@@ -297,17 +297,18 @@ class Row:
             value = self.read_messages(value)
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         self.refuse_media()
-        complete = self.with_context(list(messages or ()))
+        plain = complete = self.with_context(list(messages or ()))
         if self.images is not None:
-            complete = self.images.place(complete, self.get(*IMAGES))
+            complete = self.images.place(plain, self.get(*IMAGES))
         if isinstance(value, str) and complete == messages:
             self._compare(name, complete)
             return value
         while complete and complete[-1]["role"] == "assistant":
-            complete = complete[:-1]
+            complete, plain = complete[:-1], plain[:-1]
         if not complete:
             raise MalformedRow("the messages are all the assistant's; nothing to answer")
-        self._compare(name, complete)
+        # The messages that it is compared with have no images of a column either.
+        self._compare(name, plain)
         return without_flags(complete)
 
     @property
@@ -416,13 +417,12 @@ def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
             columns[name] = row.messages() if name in MESSAGES else row.get(name)
             if name not in MESSAGES:
                 columns[name] = row.read_messages(columns[name])
-            if images is not None:
-                columns[name] = images.to_parts(columns[name], lambda image: {"image": image})
+            columns[name] = _with_parts(columns[name], images)
     for name in IMAGES:
         if images is not None and name in row:
             columns[name] = images.read_column(columns[name])
     if is_conversation(columns.get("history"), row.fields):
-        columns["history"] = row.history()
+        columns["history"] = _with_parts(row.history(), images)
     schemas = [columns[name] for name in TOOLS if name in row]
     if schemas and all(map(_is_schemas, schemas)):
         columns["tools"] = row.tools()
@@ -430,6 +430,13 @@ def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
     if isinstance(columns.get("chat_template_kwargs"), str | Mapping):
         columns["chat_template_kwargs"] = row.chat_template_kwargs()
     return columns
+
+
+def _with_parts(messages: list[Message], images: Any) -> list[Message]:
+    """Return messages whose images are parts, not markers, which only the row's reader knows."""
+    if images is None:
+        return messages
+    return images.to_parts(messages, lambda image: {"image": image})
 
 
 def _is_schemas(value: Any) -> bool:

@@ -55,9 +55,9 @@ def measure(data: bytes) -> tuple[int, int]:
 
 def decode(data: bytes) -> "Picture":
     """Return a picture in RGB; raises MalformedRow."""
-    from PIL import Image, ImageOps
-
     with _open(data) as picture:
+        from PIL import Image, ImageOps  # after _open, which says how to install it
+
         _load(picture)
         try:
             upright = ImageOps.exif_transpose(picture)

@@ -33,6 +33,25 @@ FAMILIES = {
 """{model_type: module:class} of the families whose images are read."""
 MAX_SETTINGS = 1 << 20
 """Bytes of a folder's JSON file."""
+LANCZOS, BILINEAR, BICUBIC = 1, 2, 3
+"""Numbers of filters in Pillow and in the folders."""
+
+
+class FormatSource(NamedTuple):
+    """Everything that says what the images of a model look like."""
+
+    config: Mapping[str, Any]
+    """Keys of config.json."""
+    settings: Mapping[str, Any] | None
+    """Keys of the image processor; None for a model that config alone describes."""
+    tokenizer: Any
+    folder: str
+    """Name of the folder, for messages."""
+
+    @property
+    def vision(self) -> Mapping[str, Any]:
+        """Keys of the tower."""
+        return self.config.get("vision_config") or {}
 
 
 class Patches(NamedTuple):
@@ -64,6 +83,14 @@ class ImageFormat(ABC):
     mean: tuple[float, float, float]
     """Of each channel, as the next one for normalization."""
     std: tuple[float, float, float]
+    resample: int
+    """Pillow's number of the filter that resizes pictures."""
+
+    @classmethod
+    @abstractmethod
+    def read(cls, source: "FormatSource") -> "ImageFormat":
+        """Read the settings of a model; UserError for those that are not followed. Without any,
+        images get about the size that the tower takes."""
 
     @functools.cached_property
     def values(self) -> np.ndarray:
@@ -92,14 +119,20 @@ class ImageFormat(ABC):
 
     @abstractmethod
     def settings(self) -> dict[str, Any]:
-        """Return its keys of preprocessor_config.json, as `read_format` and transformers take
-        them."""
+        """Return the family's keys of preprocessor_config.json, as `read_format` and transformers
+        take them."""
 
     def write(self, folder: Path) -> None:
         """Write preprocessor_config.json into a folder."""
-        scale = {"rescale_factor": self.rescale, "image_mean": self.mean, "image_std": self.std}
         applied = ("do_resize", "do_rescale", "do_normalize", "do_convert_rgb")
-        settings = {**dict.fromkeys(applied, True), **scale, **self.settings()}
+        settings = {
+            **dict.fromkeys(applied, True),
+            "rescale_factor": self.rescale,
+            "image_mean": self.mean,
+            "image_std": self.std,
+            "resample": self.resample,
+            **self.settings(),
+        }
         text = json.dumps(settings, indent=2) + "\n"
         (folder / "preprocessor_config.json").write_text(text, encoding="utf-8")
 
@@ -165,7 +198,7 @@ def read_format(
     kind = getattr(importlib.import_module(f"jaxtrain.data.images.{module}"), name)
     source = str(folder or "model.architecture")
     try:
-        return kind.read(config, settings, tokenizer, source)
+        return kind.read(FormatSource(config, settings, tokenizer, source))
     except UserError:
         raise
     except (ArithmeticError, AttributeError, KeyError, TypeError, ValueError) as error:

@@ -1,20 +1,23 @@
 """Images of Gemma 3: squares of one size, whatever the picture's shape, each of as many tokens."""
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import override
 
-from jaxtrain.data.images.format import ImageFormat, read_scale, require, require_token
+from jaxtrain.data.images.format import (
+    BILINEAR,
+    FormatSource,
+    ImageFormat,
+    read_scale,
+    require,
+    require_token,
+)
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
-
-BILINEAR = 2
-"""Number of the filter in Pillow and in the folders."""
 
 
 @dataclass(frozen=True)
@@ -23,24 +26,16 @@ class SquareFormat(ImageFormat):
 
     side: int
     """Pixels of a resized picture's side."""
-    resample: int
-    """Pillow's number of the filter."""
     soft: str
     """Text of the token of one feature; the template writes what begins an image."""
     closing: str
 
+    @override
     @classmethod
-    def read(
-        cls,
-        config: Mapping[str, Any],
-        settings: Mapping[str, Any] | None,
-        tokenizer: Any,
-        folder: str,
-    ) -> "SquareFormat":
-        """Read the settings of a folder; UserError for those that are not followed. None: pictures
-        get the size that the tower was made for."""
-        vision = config.get("vision_config") or {}
-        patch, side = int(vision.get("patch_size", 16)), int(vision.get("image_size", 224))
+    def read(cls, source: FormatSource) -> "SquareFormat":
+        config, settings, tokenizer, folder = source
+        patch = int(source.vision.get("patch_size", 16))
+        side = int(source.vision.get("image_size", 224))
         if settings is None:
             settings = {"size": {"height": side, "width": side}}
         settings = {key: value for key, value in settings.items() if value is not None}
@@ -65,7 +60,7 @@ class SquareFormat(ImageFormat):
         require_token(tokenizer, texts["boi_token"], folder)
         return cls(
             texts["boi_token"], token, patch, side // patch // edge, *read_scale(settings, folder),
-            side, int(settings.get("resample", BILINEAR)), texts["image_token"],
+            int(settings.get("resample", BILINEAR)), side, texts["image_token"],
             texts["eoi_token"],
         )  # fmt: skip
 
@@ -74,7 +69,6 @@ class SquareFormat(ImageFormat):
         return {
             "image_processor_type": "Gemma3ImageProcessor",
             "size": {"height": self.side, "width": self.side},
-            "resample": self.resample,
         }
 
     @override

@@ -63,7 +63,7 @@ class PatchPacker:
     def bucket(self, rows: Sequence[PlacedImages | None]) -> int:
         """Return 0, P/4, P/2 or P, or without P up to a quarter more than the patches, so that few
         programs are compiled."""
-        needed = max((_count_patches(row) for row in rows), default=0)
+        needed = max((row.num_patches for row in rows if row is not None), default=0)
         if needed == 0:
             return 0
         if self.row_patches is None:
@@ -117,7 +117,3 @@ class PatchPacker:
         assert len(patches.pixels) == image.num_patches, f"{image.origin}: {len(patches.pixels)}"
         self.cache.add(image.key, patches)
         return patches
-
-
-def _count_patches(row: PlacedImages | None) -> int:
-    return sum(image.num_patches for image in row.images) if row is not None else 0

@@ -4,7 +4,6 @@ A picture is resized to multiples of a feature's pixels, and is one segment of t
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -12,15 +11,20 @@ import numpy as np
 from typing_extensions import override
 
 from jaxtrain.data.chat.messages import MalformedRow
-from jaxtrain.data.images.format import ImageFormat, read_scale, require, require_token
+from jaxtrain.data.images.format import (
+    BICUBIC,
+    FormatSource,
+    ImageFormat,
+    read_scale,
+    require,
+    require_token,
+)
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
     from PIL.Image import Image as Picture
 
 MAX_ASPECT = 200
-BICUBIC = 3
-"""Number of the filter in Pillow and in the folders."""
 
 
 @dataclass(frozen=True)
@@ -30,22 +34,14 @@ class WholeFormat(ImageFormat):
     min_pixels: int
     """Pixels of a resized picture, at least; smaller ones grow."""
     max_pixels: int
-    resample: int
-    """Pillow's number of the filter."""
 
+    @override
     @classmethod
-    def read(
-        cls,
-        config: Mapping[str, Any],
-        settings: Mapping[str, Any] | None,
-        tokenizer: Any,
-        folder: str,
-    ) -> "WholeFormat":
-        """Read the settings of a folder; UserError for those that are not followed. None: pictures
-        keep about their size."""
-        vision = config.get("vision_config") or {}
-        patch, merge = vision.get("patch_size", 16), vision.get("spatial_merge_size", 2)
-        if settings is None:
+    def read(cls, source: FormatSource) -> "WholeFormat":
+        config, settings, tokenizer, folder = source
+        patch = source.vision.get("patch_size", 16)
+        merge = source.vision.get("spatial_merge_size", 2)
+        if settings is None:  # pictures keep about their size
             edges = {"shortest_edge": (patch * merge) ** 2, "longest_edge": 1 << 20}
             settings = {"size": edges, "patch_size": patch, "merge_size": merge}
             settings |= {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
@@ -64,7 +60,7 @@ class WholeFormat(ImageFormat):
         token = require_token(tokenizer, placeholder, folder, config.get("image_token_id"))
         return cls(
             placeholder, token, patch, merge, *read_scale(settings, folder),
-            least, most, int(settings.get("resample", BICUBIC)),
+            int(settings.get("resample", BICUBIC)), least, most,
         )  # fmt: skip
 
     @override
@@ -75,7 +71,6 @@ class WholeFormat(ImageFormat):
             "patch_size": self.patch,
             "merge_size": self.merge,
             "temporal_patch_size": 2,
-            "resample": self.resample,
         }
 
     @override

@@ -55,7 +55,7 @@ class ImageReader:
     folder: Path | None
     """Where relative paths start; None: there is no such folder."""
     hosts: tuple[str, ...] = ()
-    """Hosts whose URLs are fetched."""
+    """Hosts whose URLs are fetched, in lower case."""
     measured: dict[str, tuple[int, int]] = field(default_factory=dict, compare=False)
     """Sizes of images that were decoded, by their hashes."""
     decodes: bool = False
@@ -68,8 +68,9 @@ class ImageReader:
 
         origin: row and number of the image. Raises MalformedRow with the reason and `location`.
         """
-        if isinstance(known := value.get("image") if isinstance(value, Mapping) else value, Image):
-            return known
+        image = value.get("image") if isinstance(value, Mapping) else value
+        if isinstance(image, Image):
+            return image
         try:
             source = self.locate(value)
             data = source if isinstance(source, bytes) else read_file(source)
@@ -167,7 +168,8 @@ def open_reader(dataset: DatasetConfig | None, image_format: ImageFormat) -> Ima
     elif "://" not in dataset.path and not dataset.path.startswith("builtin:"):
         path = Path(dataset.path).expanduser()
         folder = path if path.is_dir() else path.parent if path.parent.is_dir() else None
-    return ImageReader(image_format, folder, tuple(dataset.image_hosts))
+    hosts = tuple(host.lower() for host in dataset.image_hosts)  # as urlsplit writes them
+    return ImageReader(image_format, folder, hosts)
 
 
 def describe(value: Any) -> str:

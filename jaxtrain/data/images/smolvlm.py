@@ -5,14 +5,20 @@ changes of its shape, and cut. Each tile is a segment of the tower.
 """
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from typing_extensions import override
 
-from jaxtrain.data.images.format import ImageFormat, read_scale, require, require_token
+from jaxtrain.data.images.format import (
+    LANCZOS,
+    FormatSource,
+    ImageFormat,
+    read_scale,
+    require,
+    require_token,
+)
 from jaxtrain.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,8 +27,6 @@ if TYPE_CHECKING:
 MAX_EDGE = 4096
 """Longest edge after the first resize."""
 FAKE, GLOBAL = "<fake_token_around_image>", "<global-img>"
-LANCZOS = 1
-"""Number of the filter in Pillow and in the folders."""
 
 
 @dataclass(frozen=True)
@@ -37,24 +41,16 @@ class TiledFormat(ImageFormat):
     """Width and height of every picture."""
     splits: bool
     """False: the whole picture is the only tile."""
-    resample: int
-    """Pillow's number of the filter."""
 
+    @override
     @classmethod
-    def read(
-        cls,
-        config: Mapping[str, Any],
-        settings: Mapping[str, Any] | None,
-        tokenizer: Any,
-        folder: str,
-    ) -> "TiledFormat":
-        """Read the settings of a folder; UserError for those that are not followed. None: pictures
-        are not cut."""
-        if settings is None:
-            edge = {"longest_edge": (config.get("vision_config") or {}).get("image_size", 224)}
+    def read(cls, source: FormatSource) -> "TiledFormat":
+        config, settings, tokenizer, folder = source
+        if settings is None:  # pictures are not cut
+            edge = {"longest_edge": source.vision.get("image_size", 224)}
             settings = {"max_image_size": edge, "size": edge, "do_image_splitting": False}
         require(settings, {"do_resize": True, "do_pad": True}, folder)
-        vision, size = config.get("vision_config") or {}, settings.get("size") or {}
+        vision, size = source.vision, settings.get("size") or {}
         tile = int((settings.get("max_image_size") or {}).get("longest_edge", 364))
         patch, merge = int(vision.get("patch_size", 32)), int(config.get("scale_factor", 2))
         image_size = int(vision.get("image_size", 224))
@@ -68,9 +64,9 @@ class TiledFormat(ImageFormat):
         placeholder = getattr(tokenizer, "image_token", None) or "<image>"
         token = require_token(tokenizer, placeholder, folder, config.get("image_token_id"))
         return cls(
-            placeholder, token, patch, merge, *read_scale(settings, folder), tile, longest, fixed,
+            placeholder, token, patch, merge, *read_scale(settings, folder),
+            int(settings.get("resample", LANCZOS)), tile, longest, fixed,
             bool(settings.get("do_image_splitting", True)),
-            int(settings.get("resample", LANCZOS)),
         )  # fmt: skip
 
     @override
@@ -84,7 +80,6 @@ class TiledFormat(ImageFormat):
             "max_image_size": {"longest_edge": self.tile},
             "do_image_splitting": self.splits,
             "do_pad": True,
-            "resample": self.resample,
         }
 
     @override

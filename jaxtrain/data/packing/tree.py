@@ -50,6 +50,11 @@ class PlacedImages:
     slot: np.ndarray
     """int32 [n]: index into the features of `images`, one image behind the other; -1 for text."""
 
+    @property
+    def num_patches(self) -> int:
+        """Patches of the images."""
+        return sum(image.num_patches for image in self.images)
+
     @cached_property
     def starts(self) -> np.ndarray:
         """int64 [number of images + 1]: the first slot of each image, and their number."""

@@ -73,13 +73,13 @@ def sample(
     if allowed_BW is not None:
         logits_BV = jnp.where(read_bits(allowed_BW, logits_BV.shape[1]), logits_BV, -jnp.inf)
     if not kind.random:
-        token_B = jnp.argmax(without(logits_BV, never), axis=-1).astype(jnp.int32)
+        token_B = jnp.argmax(exclude(logits_BV, never), axis=-1).astype(jnp.int32)
         lse_B = jax.nn.logsumexp(logits_BV, axis=-1)
     else:
         greedy_B = draw.temperature == 0
         logits_BV = logits_BV / jnp.where(greedy_B, 1.0, draw.temperature)[:, None]
         # Before the cut: else top_k or top_p might keep nothing but tokens that are not drawn.
-        drawable_BV = without(logits_BV, never)
+        drawable_BV = exclude(logits_BV, never)
         kept_BV = cut(drawable_BV, draw) if kind.truncate else drawable_BV
         best_B, drawn_B, lse_B = draw_by_class(keys, kept_BV)
         token_B = jnp.where(greedy_B, best_B, drawn_B)
@@ -89,9 +89,9 @@ def sample(
     return token_B, chosen_B - lse_B
 
 
-def without(logits_BV: jax.Array, never: tuple[int, ...]) -> jax.Array:
+def exclude(logits_BV: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
     """Return logits with some tokens at -inf."""
-    return logits_BV.at[:, np.array(never)].set(-jnp.inf) if never else logits_BV
+    return logits_BV.at[:, np.array(tokens)].set(-jnp.inf) if tokens else logits_BV
 
 
 def read_bits(bits_BW: jax.Array, V: int) -> jax.Array:

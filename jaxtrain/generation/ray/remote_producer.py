@@ -112,6 +112,9 @@ class RemoteProducer:
         self._closed = threading.Event()
         self._lock = threading.RLock()
         """Locked while it attaches again to the service."""
+        self._newest_answer = 0
+        """Number of the service's answer whose numbers are kept."""
+        self._status_lock = threading.Lock()
         self._attach()
         self._thread = threading.Thread(target=self._poll, name="rollout service", daemon=True)
         self._thread.start()
@@ -230,20 +233,30 @@ class RemoteProducer:
             raise RemoteLost("the service was started anew")
         for line in reply["said"]:
             self.log(line)
-        status = self.prompts
-        status.done, status.waiting = reply["done"], reply["waiting"]
-        status.skipped, status.cancelled = reply["skipped"], Counter(reply["cancelled"])
-        if reply["newest"] is not None:
-            self.prompts.newest = QuotedFailure(*reply["newest"])
-        self._counters = Counter(reply["counters"])
+        with self._status_lock:
+            # The poll thread may read its answer after that of a later call, whose numbers are
+            # newer: older ones would undo them, and a run in epochs would draw another round.
+            if reply["number"] > self._newest_answer:
+                self._newest_answer = reply["number"]
+                self._take_numbers(reply)
         if self.engine is not None and reply.get("reports"):
             self.engine.apply_reports(reply["reports"])
         return reply
 
+    def _take_numbers(self, reply: dict[str, Any]) -> None:
+        status = self.prompts
+        status.done, status.waiting = reply["done"], reply["waiting"]
+        status.skipped, status.cancelled = reply["skipped"], Counter(reply["cancelled"])
+        if reply["newest"] is not None:
+            status.newest = QuotedFailure(*reply["newest"])
+        self._counters = Counter(reply["counters"])
+
     def _attach(self) -> None:
         # Opening a producer reads data sets: it may take long.
         arguments = (self.token, *self.request)
-        self._take_in(self._wait(self.service.call("attach", *arguments)))
+        reply = self._wait(self.service.call("attach", *arguments))
+        self._newest_answer = 0  # a service counts its answers from the start
+        self._take_in(reply)
 
     def _reattach(self) -> None:
         """Attach to the service's successor, with what is done and what the trainer has."""

@@ -49,6 +49,9 @@ class TrainerAttachment:
     lines: list[str]
     """Log lines that the trainer has not fetched yet."""
     stop: threading.Event = field(default_factory=threading.Event)
+    num_answers: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+    """Held while an answer is numbered and its numbers are read."""
 
 
 class RolloutService:
@@ -209,18 +212,23 @@ class RolloutService:
         return {**self._answer(attached), **reply}
 
     def _answer(self, attached: TrainerAttachment) -> dict[str, Any]:
-        lines, attached.lines[:] = attached.lines[:], []
         producer = attached.producer
-        prompts, newest = producer.prompts, producer.player.failures.newest
-        return {
-            "said": lines,
-            "done": prompts.done,
-            "waiting": prompts.waiting,
-            "skipped": getattr(prompts, "skipped", 0),
-            "cancelled": dict(getattr(producer, "cancelled", {})),
-            "newest": None if newest is None else (str(newest), newest.cause),
-            "counters": dict(attached.workers.counters),
-        }
+        # Several calls are answered at once, and the trainer may read the answers in another order:
+        # the number says which of them is newer.
+        with attached.lock:
+            attached.num_answers += 1
+            lines, attached.lines[:] = attached.lines[:], []
+            prompts, newest = producer.prompts, producer.player.failures.newest
+            return {
+                "number": attached.num_answers,
+                "said": lines,
+                "done": prompts.done,
+                "waiting": prompts.waiting,
+                "skipped": getattr(prompts, "skipped", 0),
+                "cancelled": dict(getattr(producer, "cancelled", {})),
+                "newest": None if newest is None else (str(newest), newest.cause),
+                "counters": dict(attached.workers.counters),
+            }
 
     def _drop(self) -> None:
         """End what the last trainer had."""

@@ -124,6 +124,8 @@ class Answerer:
         self.models = {model.name: model for model in models}
         self._numbers = itertools.count(1)
         self._noted: set[str] = set()
+        self._num_answering = 0
+        """Requests that are being answered."""
         self.totals = {"prompt_tokens": 0, "generation_tokens": 0, "request_success": 0}
 
     def routes(self) -> list[Route]:
@@ -213,8 +215,18 @@ class Answerer:
     async def _answer(self, request: web.Request, read: Callable) -> web.StreamResponse:
         body = await read_json(request)
         model = self._find(body.get("model"))
-        if sum(served.running for served in self.models.values()) >= self.max_waiting:
+        if self._num_answering >= self.max_waiting:
             raise RequestRefused(503, f"{self.max_waiting:,} requests are being answered")
+        # Of all models together: those of _find_other are made for one request each.
+        self._num_answering += 1
+        try:
+            return await self._answer_by(model, request, body, read)
+        finally:
+            self._num_answering -= 1
+
+    async def _answer_by(
+        self, model: ServedModel, request: web.Request, body: dict[str, Any], read: Callable
+    ) -> web.StreamResponse:
         # In a thread: a long text takes seconds, and others wait.
         parsed: OpenRequest = await asyncio.to_thread(read, body, self._note)
         scored = parsed.logprobs or (parsed.echo and parsed.logprobs == 0)
@@ -238,8 +250,8 @@ class Answerer:
         if not isinstance(name, str):
             refuse("model must be a text")
         if name not in self.models:
-            if (other := self._find_other(name)) is not None:
-                return other
+            if (model := self._find_other(name)) is not None:
+                return model
             names = ", ".join(map(show, self.models))
             raise RequestRefused(404, f"model {show(name, 60)} is not served; {names} is", "model")
         return self.models[name]

@@ -166,7 +166,10 @@ class ServingFormat:
         if self.template is None:
             refuse(f"messages cannot be written: {self.no_chat}")
         images = open_row_images(self.images, "", self.max_model_len)
-        messages, _, tools, kwargs = read_conversation(body, note, images)
+        try:
+            messages, _, tools, kwargs = read_conversation(body, note, images)
+        except UserError as error:  # images without Pillow
+            refuse(f"messages: {error}")
         try:
             prompt = TokenHistory(self.template).prepare(
                 messages, {}, tools, kwargs, self.max_model_len

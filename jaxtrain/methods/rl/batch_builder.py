@@ -91,10 +91,10 @@ class BatchBuilder:
 
     def fits(self, sequence: TokenSequence) -> bool:
         """Return True if a row has room for the sequence."""
-        images = () if sequence.images is None else sequence.images.images
-        patches, most = sum(image.num_patches for image in images), self.row_patches
-        fits = most is None or patches <= most
-        return fits and len(sequence.tokens) <= self.shape.row_tokens
+        images, limit = sequence.images, self.row_patches
+        if images is not None and limit is not None and images.num_patches > limit:
+            return False
+        return len(sequence.tokens) <= self.shape.row_tokens
 
     @property
     def row_patches(self) -> int | None:

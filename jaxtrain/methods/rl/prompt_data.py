@@ -147,7 +147,7 @@ class PromptData:
         stack.callback(rewards.close)
         architecture = bundle.architecture
         room, media = min(data.sequence_len, architecture.longest), architecture.media_tokens
-        envs = open_envs(config, bundle.tokenizer, rewards, room, stack, media)
+        envs = open_envs(config, bundle.tokenizer, rewards, room, stack, media, self._row_patches)
         envs.check_lengths(config, prompts.datasets, architecture.longest, log)
         envs.inspect(prompts.datasets, log, wait=rollout.service == "process")
         kind = find_engine(config)
@@ -238,6 +238,10 @@ class PromptData:
         return Producer(prompts, player, options, take_retry=second_tries, log=log)
 
     @property
+    def _row_patches(self) -> int | None:
+        return None if self.fields.images is None else self.fields.images.row_patches
+
+    @property
     def _rounds_ahead(self) -> int:
         rollout = self.config.rollout
         return {"sync": 0, "prefetch": 1, "async": rollout.max_lag}[rollout.mode]
@@ -266,7 +270,9 @@ class PromptData:
             rewards = open_rewards(config.rewards, config.rollout.reward_workers)
             stack.callback(rewards.close)
             room = config.data.sequence_len
-            envs = open_envs(config, self.tokenizer, rewards, room, stack)
+            envs = open_envs(
+                config, self.tokenizer, rewards, room, stack, row_patches=self._row_patches
+            )
             parts = []
             for index, rows in enumerate(datasets):
                 name = f"data.datasets.{index} ({rows.dataset.path})"
