@@ -3,6 +3,7 @@
 import functools
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -192,6 +193,23 @@ def test_draws_follow_the_distribution():
         512 * np.r_[probs[common], 1 - probs[common].sum()],
     )
     assert ((counts - expected) ** 2 / expected).sum() < 40
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_of_images_are_never_drawn(temperature):
+    """The likeliest token is one of them, and is left out."""
+    model = SimpleNamespace(
+        head=lambda: jnp.zeros((5, 3)),
+        logits=lambda hidden: jnp.broadcast_to(
+            jnp.array([0.0, 0, 9, 1, 0]), (*hidden.shape[:-1], 5)
+        ),
+        never_drawn=(2,),
+    )
+    keys = jax.random.split(jax.random.key(0), 2)
+    how = SamplingOptions(1, 1, temperature)
+    drawn = np.asarray(branches._draw(model, jnp.zeros((2, 4, 3)), 8, keys, how))
+    assert drawn.shape == (2, 32) and 2 not in drawn
+    assert set(drawn.ravel()) == {3} if temperature == 0 else len(set(drawn.ravel())) > 1
 
 
 @pytest.mark.slow

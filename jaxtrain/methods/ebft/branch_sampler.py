@@ -180,7 +180,7 @@ def _draw(
         kinds = (jnp.float32, jnp.int32, jnp.float32, jnp.float32)
         draw = DrawParameters(*(jnp.full(count, x, k) for x, k in zip(numbers, kinds, strict=True)))
         flat = jax.random.wrap_key_data(keys_BPx.reshape(count, -1))
-        token, _ = sample(logits.reshape(count, -1), flat, draw, kind)
+        token, _ = sample(logits.reshape(count, -1), flat, draw, kind, never=model.never_drawn)
         return token.reshape(logits.shape[:2])
 
     drawn = jax.lax.map(of_piece, (jnp.moveaxis(hidden, 1, 0), jnp.moveaxis(keys, 1, 0)))
