@@ -62,8 +62,8 @@ def read_numbers(body: Mapping[str, Any]) -> dict[str, float]:
         raise UserError(f"adam_params must be an object, not {show(params, 60)}")
     for name, value in params.items():
         if name not in NUMBERS:
-            known = ", ".join(NUMBERS)
-            raise UserError(f"adam_params.{show(name, 60)} is unknown; there are {known}")
+            valid_names = ", ".join(NUMBERS)
+            raise UserError(f"adam_params.{show(name, 60)} is unknown; there are {valid_names}")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 <= value <= MAX_NUMBER:
             raise UserError(f"adam_params.{name} must be a number from 0 on, not {show(value, 60)}")
