@@ -60,13 +60,13 @@ class LossKind:
 
     terms: Terms | None
     """None: a policy's objective, see `make_loss`."""
-    needs: tuple[str, ...] = (SAMPLED, ADVANTAGES)
+    required: tuple[str, ...] = (SAMPLED, ADVANTAGES)
     """Inputs beside the targets."""
-    may: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     """Further inputs."""
     config: Mapping[str, float | str] = field(default_factory=dict)
     """Names in loss_fn_config, with the values that count."""
-    weigh: str = ""
+    weight_input: str = ""
     """Input that holds the weights of the places."""
     counts_all: bool = False
     """Without that input all places count, once; else those whose advantage is not 0."""
@@ -82,7 +82,7 @@ def find_loss(name: str, settings: Mapping[str, float | str]) -> LossKind:
         unknown = sorted(set(settings) - set(KNOBS))
         if unknown:
             refuse_setting(unknown[0], name, KNOBS)
-        return LossKind(None, may=(WEIGHTS,), config=dict(settings), weigh=WEIGHTS)
+        return LossKind(None, optional=(WEIGHTS,), config=dict(settings), weight_input=WEIGHTS)
     if name not in KINDS:
         names = [*KINDS, *(f"{OBJECTIVE_PREFIX}{objective}" for objective in OBJECTIVES)]
         valid_names = ", ".join(name for name in names if name not in REFUSED)

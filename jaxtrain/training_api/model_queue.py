@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxtrain.environments.request_fields import RequestRefused
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, is_out_of_memory
 from jaxtrain.text_safety import escape_control_chars
 from jaxtrain.training_api.futures import ERROR, SERVER, USER, Entry, Result, read_entries
 from jaxtrain.training_api.journal import Journal, Record
@@ -237,7 +237,10 @@ class ModelQueue:
         # What a client sends must not end the server: whatever else goes wrong is the answer.
         except Exception as error:
             print(escape_control_chars(traceback.format_exc()), file=sys.stderr)
-            failed = Result.error(f"the server failed: {type(error).__name__}", SERVER)
+            cause = type(error).__name__
+            if is_out_of_memory(error):
+                cause = "a device is out of memory; shorter data and fewer models take less"
+            failed = Result.error(f"the server failed: {cause}", SERVER)
             # The step may have donated the state that it did not replace.
             self.operations.forget()
             self._open()

@@ -101,16 +101,16 @@ def read_datum(message: Any, index: int, kind: LossKind, vocab_size: int, longes
         )
         for entry in message.loss_fn_inputs
     }
-    valid_keys = (TARGETS, *kind.needs, *kind.may)
-    for key in (TARGETS, *kind.needs):
+    valid_keys = (TARGETS, *kind.required, *kind.optional)
+    for key in (TARGETS, *kind.required):
         if key not in inputs:
             raise UserError(f"{name}.loss_fn_inputs needs {key!r}, and has {sorted(inputs)}")
     shape = inputs[TARGETS].shape
-    several = len(shape) == 2 and not kind.needs
+    several = len(shape) == 2 and not kind.required
     if shape[:1] != (count,) or not (len(shape) == 1 or several):
         raise UserError(
             f"{name}.loss_fn_inputs['{TARGETS}'] has shape {list(shape)}; it needs one target for"
-            f" each of the {count:,} tokens{' (or K of them)' if not kind.needs else ''}"
+            f" each of the {count:,} tokens{' (or K of them)' if not kind.required else ''}"
         )
     for key, value in inputs.items():
         if key not in valid_keys:
@@ -174,8 +174,8 @@ def read_tensor(message: Any, label: str, most: int) -> np.ndarray:
 
 def weigh(datum: Datum, kind: LossKind) -> np.ndarray:
     """Return the weight of each place, as the targets' shape."""
-    if kind.weigh in datum.inputs:
-        return datum.inputs[kind.weigh].astype(np.float64)
+    if kind.weight_input in datum.inputs:
+        return datum.inputs[kind.weight_input].astype(np.float64)
     if kind.counts_all:
         return np.ones(datum.inputs[TARGETS].shape)
     return (datum.inputs[ADVANTAGES] != 0).astype(np.float64)
