@@ -278,11 +278,12 @@ def test_a_model_whose_snapshot_is_damaged_fails_alone(base, alone, tmp_path):
 
 
 @pytest.mark.slow  # compiles the sampler
-@pytest.mark.parametrize("seconds", [0.0, 60.0])
-def test_a_restart_goes_on_where_it_was(base, alone, tmp_path, monkeypatch, seconds):
+@pytest.mark.parametrize("seconds, size", [(0.0, 1 << 28), (60.0, 1 << 28), (60.0, 0)])
+def test_a_restart_goes_on_where_it_was(base, alone, tmp_path, monkeypatch, seconds, size):
     """Ids, gradients of a step that was not made and samplers survive, with a snapshot after every
-    step and without any."""
+    step, without any, and with one before every request that finds no gradients."""
     monkeypatch.setattr(model_queue, "SNAPSHOT_SECONDS", seconds)
+    monkeypatch.setattr(model_queue, "SNAPSHOT_BYTES", size)
     first = Server(tmp_path, base)
     client = Client(first)
     assert client.step(DATA) == alone["data"][0]
@@ -292,6 +293,8 @@ def test_a_restart_goes_on_where_it_was(base, alone, tmp_path, monkeypatch, seco
     params = {"max_tokens": 4, "seed": 1}
     drawn, _ = draw(first, saved["sampling_session_id"], 0, [5, 6], sampling_params=params)
     first.stop()
+    snapshots = list((tmp_path / "models").glob("*/snapshot"))
+    assert len(snapshots) == (seconds == 0.0 or size == 0)
     log = tmp_path / "models" / client.model_id.replace(":", "_") / "requests.log"
     with open(log, "ab") as file:
         file.write(log.read_bytes()[:50])  # torn by a kill
