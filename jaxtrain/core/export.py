@@ -23,7 +23,7 @@ from jaxtrain.models import saving
 from jaxtrain.runs.run_files import replace_folder
 
 PROCESSOR = "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json"
-"""What a folder has of images and videos, which training leaves as it is."""
+"""Files about the preprocessing of images and videos, which training does not change."""
 
 
 def export_model(

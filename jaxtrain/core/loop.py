@@ -54,7 +54,7 @@ def train_rounds(run: Run) -> None:
         if is_out_of_memory(error):
             from jaxtrain.runs.profile import save_memory
 
-            # Before the rescue below: who holds the memory now.
+            # Before the rescue below, which may change what holds the memory.
             run.sinks.log(save_memory(session.folder))
         hooks.on_error(error)
         raise

@@ -125,7 +125,7 @@ def open_run(
         hooks: list[Hook] = [reports, evaluation, saving]
         if config.log.profile_start is not None:
             # First of all: the window begins before a batch is reported, and ends before a save.
-            hooks.insert(0, open_profile(config, session, stack))
+            hooks.insert(0, open_profile(config, session, stack, sinks.log))
         if observed:
             from jaxtrain.core.observation import ObserverHook
 
@@ -150,15 +150,16 @@ def open_signals(sinks: Sinks) -> Signals:
     return Signals(sinks.log, processes.request_stop)
 
 
-def open_profile(config: Config, session: Session, stack: ExitStack) -> Hook:
+def open_profile(
+    config: Config, session: Session, stack: ExitStack, log: Callable[[str], None]
+) -> Hook:
     """Open the profile window of section log."""
     from jaxtrain.core.observation import ProfileHook
     from jaxtrain.runs.profile import ProfileWindow
 
     options = config.log.profile_start, config.log.profile_steps
-    return ProfileHook(
-        session, stack.enter_context(ProfileWindow(session.folder / "profile", *options))
-    )
+    window = ProfileWindow(session.folder / "profile", *options, log=log)
+    return ProfileHook(session, stack.enter_context(window))
 
 
 def open_checkpoints(

@@ -88,7 +88,7 @@ class Session:
         self._compiles_ahead = False
         self._ending = threading.Event()
         self.ahead_error: BaseException | None = None
-        """What ended compiling ahead before its end."""
+        """Error that ended compiling ahead before all programs were compiled."""
 
     @property
     def row_lengths(self) -> list[int]:
@@ -183,7 +183,7 @@ class Session:
         mesh = self.bundle.mesh
         rows = self.config.data.micro_batch_size * row_shards(mesh)
 
-        def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        def add_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
             sharding: jax.sharding.Sharding = jax.sharding.SingleDeviceSharding(
                 mesh.devices.flat[0]
             )
@@ -192,7 +192,7 @@ class Session:
             dtype = jax.dtypes.canonicalize_dtype(x.dtype)
             return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
-        return jax.tree.map(place, abstract_batch(self.task, (1, rows, length)))
+        return jax.tree.map(add_sharding, abstract_batch(self.task, (1, rows, length)))
 
     def end_compiling(self) -> None:
         """Wait for the program that compiles ahead, and begin no other."""
@@ -231,10 +231,10 @@ def compile_step(
         step.single.lower(state, batch, frozen, fine).compile()
         return
     # A place that differs, be it by its kind alone, makes another program.
-    place = batch.tokens.sharding
-    if isinstance(place, jax.sharding.NamedSharding):
-        place = jax.sharding.NamedSharding(place.mesh, jax.sharding.PartitionSpec())
-    denom = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=place)
+    sharding = batch.tokens.sharding
+    if isinstance(sharding, jax.sharding.NamedSharding):
+        sharding = jax.sharding.NamedSharding(sharding.mesh, jax.sharding.PartitionSpec())
+    denom = jax.ShapeDtypeStruct((1,), jnp.float32, sharding=sharding)
     batch = batch._replace(denoms=dict.fromkeys(step.backward.coef, denom))
     arguments = state.params, {**frozen, **state.copies}, batch, state.step
     start, add_micro = step.backward.open(*arguments)

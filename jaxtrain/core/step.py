@@ -100,7 +100,7 @@ def abstract_state(
     if offload:
         require_host_memory(sample.mesh)
 
-    def place(path, slot):
+    def place_slot(path, slot):
         names = [str(getattr(part, "key", "")) for part in path]
         owner = next((params[name] for name in reversed(names) if name in params), None)
         if owner is None or not slot.shape or owner.shape[:-1] != slot.shape[:-1]:
@@ -115,7 +115,7 @@ def abstract_state(
     tree = {
         "step": jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated),
         "params": shapes,
-        "opt_state": jax.tree_util.tree_map_with_path(place, slots),
+        "opt_state": jax.tree_util.tree_map_with_path(place_slot, slots),
     }
     return State.of_tree({**tree, **(copies or {})})
 

@@ -218,7 +218,7 @@ class Task:
     trained_streams: tuple[str, ...] | None = None
     """Streams that `prepare` leaves for the step; None: all."""
     compiles_ahead: bool = False
-    """Whether `abstract_batch` has exactly the fields of every batch that the step gets."""
+    """True if `abstract_batch` has exactly the fields of every batch that the step gets."""
     prepared_length: Callable[[int], int] = keep_length
     """Map the length of a row of data to its length after `prepare`."""
     varying_microsteps: bool = False

@@ -37,6 +37,8 @@ class CompileCounter:
         self._traced: dict[int, float] = {}
         """Seconds of each thread's last trace: those of the functions within are part of it."""
         self._current: dict[int, str] = {}
+        self._lock = threading.Lock()
+        """Several threads compile at the same time, and their sums are not atomic."""
 
     @property
     def current(self) -> str:
@@ -61,6 +63,10 @@ class CompileCounter:
         )
 
     def _add_seconds(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+        with self._lock:
+            self._add(event, duration_secs, **kwargs)
+
+    def _add(self, event: str, duration_secs: float, **kwargs: Any) -> None:
         thread, seconds = threading.get_ident(), duration_secs
         if event == TRACED:
             self._traced[thread] = seconds
@@ -80,7 +86,8 @@ class CompileCounter:
             self.blocked += seconds
 
     def _add_hit(self, event: str, **values: Any) -> None:
-        self.cached += event == "/jax/compilation_cache/cache_hits"
+        with self._lock:
+            self.cached += event == "/jax/compilation_cache/cache_hits"
 
 
 def read_name(name: object) -> str:

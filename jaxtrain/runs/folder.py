@@ -47,7 +47,7 @@ from jaxtrain.runs.watchdog import describe_silent_end
 
 ALWAYS = (
     "config.json attempts.jsonl checkpoints metrics.jsonl samples.jsonl log.txt stacks.txt"
-    " heartbeat.json hardware nonfinite_batch_step_*.npz"
+    " heartbeat.json hardware nonfinite_batch_step_*.npz memory-*.prof"
 ).split()
 """Names that every run creates in its folder."""
 

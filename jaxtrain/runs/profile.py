@@ -1,5 +1,6 @@
 """A jax.profiler trace over a window of steps, and profiles of the devices' memory."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,15 @@ import jax
 class ProfileWindow:
     """Context: traces the steps start ... start + steps - 1 into `folder`; None: no trace."""
 
-    def __init__(self, folder: str | Path, start: int | None, steps: int):
+    def __init__(
+        self,
+        folder: str | Path,
+        start: int | None,
+        steps: int,
+        log: Callable[[str], object] = print,
+    ):
         self.folder, self.start, self.steps = Path(folder), start, steps
+        self.log = log
         self.tracing = False
 
     def before(self, step: int, state: Any) -> None:
@@ -39,8 +47,8 @@ class ProfileWindow:
     def _finish(self, state: Any) -> None:
         jax.block_until_ready(state)
         jax.profiler.stop_trace()
-        save_memory(self.folder)
         self.tracing = False
+        self.log(save_memory(self.folder))
 
 
 def save_memory(folder: Path) -> str:

@@ -36,17 +36,17 @@ TOTAL = "loss"
 TARGETS, WEIGHTS, SAMPLED = "target_tokens", "weights", "logprobs"
 ADVANTAGES, MASK = "advantages", "sequence_ratio_mask"
 CLIP = {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2}
-OURS = "jaxtrain:"
+OBJECTIVE_PREFIX = "jaxtrain:"
 KNOBS = (
     *("ratio", "clip", "epsilon", "epsilon_high", "delta", "m2_threshold", "off_policy_threshold"),
     *("sapo_temperature_pos", "sapo_temperature_neg", "top_entropy_quantile"),
     *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
 )
 """Keys of section task that loss_fn_config may set for `jaxtrain:NAME`."""
-ELSEWHERE = {
+REFUSED = {
     "stable_reinforce": "its formula is not published",
     "custom": "losses are not uploaded here; forward_backward_custom computes them in the client",
-    f"{OURS}m2po_mask": "its mask is made of a whole round of answers",
+    f"{OBJECTIVE_PREFIX}m2po_mask": "its mask is made of a whole round of answers",
 }
 """Names that are refused, and why."""
 
@@ -60,13 +60,13 @@ class LossKind:
 
     terms: Terms | None
     """None: a policy's objective, see `make_loss`."""
-    needs: tuple[str, ...] = (SAMPLED, ADVANTAGES)
+    required: tuple[str, ...] = (SAMPLED, ADVANTAGES)
     """Inputs beside the targets."""
-    may: tuple[str, ...] = ()
+    optional: tuple[str, ...] = ()
     """Further inputs."""
     config: Mapping[str, float | str] = field(default_factory=dict)
     """Names in loss_fn_config, with the values that count."""
-    weigh: str = ""
+    weight_input: str = ""
     """Input that holds the weights of the places."""
     counts_all: bool = False
     """Without that input all places count, once; else those whose advantage is not 0."""
@@ -76,17 +76,17 @@ class LossKind:
 
 def find_loss(name: str, settings: Mapping[str, float | str]) -> LossKind:
     """Return a loss by its name with the numbers of loss_fn_config; UserError."""
-    if name in ELSEWHERE:
-        raise UserError(f"loss_fn {show(name)} is not computed here: {ELSEWHERE[name]}")
-    if name.startswith(OURS) and name.removeprefix(OURS) in OBJECTIVES:
+    if name in REFUSED:
+        raise UserError(f"loss_fn {show(name)} is not computed here: {REFUSED[name]}")
+    if name.startswith(OBJECTIVE_PREFIX) and name.removeprefix(OBJECTIVE_PREFIX) in OBJECTIVES:
         unknown = sorted(set(settings) - set(KNOBS))
         if unknown:
             refuse_setting(unknown[0], name, KNOBS)
-        return LossKind(None, may=(WEIGHTS,), config=dict(settings), weigh=WEIGHTS)
+        return LossKind(None, optional=(WEIGHTS,), config=dict(settings), weight_input=WEIGHTS)
     if name not in KINDS:
-        names = [*KINDS, *(f"{OURS}{objective}" for objective in OBJECTIVES)]
-        known = ", ".join(name for name in names if name not in ELSEWHERE)
-        raise UserError(f"loss_fn {show(name, 60)} is unknown; there are {known}")
+        names = [*KINDS, *(f"{OBJECTIVE_PREFIX}{objective}" for objective in OBJECTIVES)]
+        valid_names = ", ".join(name for name in names if name not in REFUSED)
+        raise UserError(f"loss_fn {show(name, 60)} is unknown; there are {valid_names}")
     kind = KINDS[name]
     config = dict(kind.config)
     for key, value in settings.items():
@@ -101,9 +101,9 @@ def find_loss(name: str, settings: Mapping[str, float | str]) -> LossKind:
     return replace(kind, config=config)
 
 
-def refuse_setting(key: str, name: str, known: tuple[str, ...]) -> NoReturn:
+def refuse_setting(key: str, name: str, valid_keys: tuple[str, ...]) -> NoReturn:
     """Raise UserError for a name in loss_fn_config that the loss does not read."""
-    names = ", ".join(known) or "nothing"
+    names = ", ".join(valid_keys) or "nothing"
     raise UserError(f"loss_fn_config.{show(key, 60)} is nothing that {name} reads: {names}")
 
 
@@ -153,7 +153,7 @@ def read_policy(name: str, kind: LossKind, config: Config) -> Any:
         low, high = (float(knobs.pop(key)) for key in CLIP)
         knobs |= {"epsilon": 1.0 - low, "epsilon_high": high - 1.0}
     # The log-probs of a request are the sampler's.
-    section = {"objective": name.removeprefix(OURS), "old_logp": "sampler", **knobs}
+    section = {"objective": name.removeprefix(OBJECTIVE_PREFIX), "old_logp": "sampler", **knobs}
     try:
         task = RLTask.model_validate(section)
     except ValidationError as error:

@@ -20,7 +20,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxtrain.environments.request_fields import RequestRefused
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UserError, is_out_of_memory
 from jaxtrain.text_safety import escape_control_chars
 from jaxtrain.training_api.futures import ERROR, SERVER, USER, Entry, Result, read_entries
 from jaxtrain.training_api.journal import Journal, Record
@@ -31,10 +31,10 @@ FAIL_WITH_EFFECT = ("create_model", "optim_step")
 gradients, which are dropped."""
 GAP_SECONDS = 60.0
 """Longest wait of a request for one with a lower number."""
-MAX_WAITING = 1024
+MAX_WAITING, MAX_SEQ_ID = 1024, 2**31 - 1
 SNAPSHOT_SECONDS, SNAPSHOT_BYTES = 60.0, 1 << 28
-"""A step that ends that long after the last snapshot, or with a log of that size, is followed by a
-snapshot."""
+"""A step that ends that long after the last snapshot is followed by one; a request that begins when
+the log has grown by that much is preceded by one, unless there are gradients for a step."""
 RETRY_SECONDS = 5.0
 """Between two tries to write a result to a disk that is full."""
 RETENTION_SECONDS = 3600.0
@@ -54,7 +54,8 @@ class ModelQueue:
         """Reason why the model cannot be opened; empty: it can."""
         self._loaded, self._loading = False, asyncio.Lock()
         self._read: deque[tuple[float, Entry]] = deque()
-        self._snapshot_at = time.monotonic()
+        self._snapshot_at, self._snapshot_size = time.monotonic(), 0
+        """Time of the last snapshot, and the size of the log after it."""
         self._arrived = asyncio.Event()
         self._worker: asyncio.Task | None = None
 
@@ -72,8 +73,10 @@ class ModelQueue:
 
     async def submit(self, seq_id: Any, operation: str, payload: bytes) -> Entry:
         """Accept a request; the same one again is the same entry. RequestRefused."""
-        if type(seq_id) is not int or seq_id < 0:
-            raise RequestRefused(400, "seq_id must be a whole number from 1 on", "seq_id")
+        if type(seq_id) is not int or not 0 <= seq_id <= MAX_SEQ_ID:
+            raise RequestRefused(
+                400, f"seq_id must be a whole number from 1 to {MAX_SEQ_ID}", "seq_id"
+            )
         digest = hashlib.sha256(operation.encode() + b"\0" + payload).hexdigest()
         while (entry := self.entries.get(seq_id)) is not None:
             if entry.digest != digest:
@@ -223,6 +226,10 @@ class ModelQueue:
 
     def _run(self, entry: Entry) -> Result:
         """Run a request; called by the device's thread."""
+        # Before and not after: whatever fills the log, forward passes that are followed by no step
+        # and requests that fail included, the state is that of the request before.
+        if self._log_has_grown() and self.operations.model is not None:
+            self._try_snapshot({"seq_id": entry.seq_id - 1})
         try:
             result = Result.of(self.operations.run(entry.operation, entry.id, entry.payload))
         except UserError as error:
@@ -230,7 +237,10 @@ class ModelQueue:
         # What a client sends must not end the server: whatever else goes wrong is the answer.
         except Exception as error:
             print(escape_control_chars(traceback.format_exc()), file=sys.stderr)
-            failed = Result.error(f"the server failed: {type(error).__name__}", SERVER)
+            cause = type(error).__name__
+            if is_out_of_memory(error):
+                cause = "a device is out of memory; shorter data and fewer models take less"
+            failed = Result.error(f"the server failed: {cause}", SERVER)
             # The step may have donated the state that it did not replace.
             self.operations.forget()
             self._open()
@@ -249,7 +259,11 @@ class ModelQueue:
         if operation == "load_weights":
             return True
         late = time.monotonic() - self._snapshot_at > SNAPSHOT_SECONDS
-        return operation == "optim_step" and (late or self.journal.size > SNAPSHOT_BYTES)
+        return operation == "optim_step" and late
+
+    def _log_has_grown(self) -> bool:
+        grown = self.journal.size - self._snapshot_size > SNAPSHOT_BYTES
+        return grown and not self.operations.pending
 
     def _try_snapshot(self, cursor: dict[str, Any]) -> None:
         """Write the state after an entry, and drop the bodies of what was run up to it. cursor:
@@ -263,6 +277,7 @@ class ModelQueue:
             self.journal.rewrite(self._records())
         except (UserError, OSError) as error:  # the log goes on from the older one
             print(f"{self.operations.folder}: no snapshot: {error}", file=sys.stderr)
+        self._snapshot_size = self.journal.size
 
     def _records(self) -> Iterator[Record]:
         # Read while the log is locked: a request that is logged meanwhile is among the entries, or

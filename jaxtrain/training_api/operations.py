@@ -20,12 +20,12 @@ WEIGHTS, SAMPLER_WEIGHTS = "weights", "sampler_weights"
 
 
 class Operations:
-    """One model, from its creation on."""
+    """Model of a client and the requests that it can run."""
 
     def __init__(self, model_id: str, name: str, store: WeightsStore, samplers: Samplers):
         """name: what clients call the base."""
         self.model_id, self.name, self.store, self.samplers = model_id, name, store, samplers
-        self.folder = store.place(model_id)
+        self.folder = store.model_folder(model_id)
         self.model: TrainedModel | None = None
         self._failed = "it was not created"
         self._by_name: dict[str, Callable[[str, Any], Any]] = {
@@ -56,7 +56,7 @@ class Operations:
         return operation == "forward_backward" and not read_request(payload).forward_only
 
     def drop(self, reason: str) -> None:
-        """Let the next step fail: a part of its gradients is missing."""
+        """Make the next step fail, because a part of its gradients is missing."""
         if self.model is not None:
             self.model.drop(reason)
 

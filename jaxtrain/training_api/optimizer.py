@@ -22,7 +22,7 @@ NUMBERS: Mapping[str, float] = {
 }
 """Fields of adam_params with the client's defaults."""
 BELOW_ONE = ("beta1", "beta2")
-MAX_NUMBER = float(np.finfo(np.float32).max)
+MIN_EPS, MAX_NUMBER = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 def make_adam() -> optax.GradientTransformation:
@@ -62,11 +62,15 @@ def read_numbers(body: Mapping[str, Any]) -> dict[str, float]:
         raise UserError(f"adam_params must be an object, not {show(params, 60)}")
     for name, value in params.items():
         if name not in NUMBERS:
-            known = ", ".join(NUMBERS)
-            raise UserError(f"adam_params.{show(name, 60)} is unknown; there are {known}")
+            valid_names = ", ".join(NUMBERS)
+            raise UserError(f"adam_params.{show(name, 60)} is unknown; there are {valid_names}")
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if not number or not 0 <= value <= MAX_NUMBER:
             raise UserError(f"adam_params.{name} must be a number from 0 on, not {show(value, 60)}")
-        if name in BELOW_ONE and value >= 1:
-            raise UserError(f"adam_params.{name} must be below 1, not {value}")
+        # As the device gets it: a bias correction that rounds to 0 makes the weights NaN.
+        if name in BELOW_ONE and np.float32(value) >= 1:
+            raise UserError(f"adam_params.{name} must be below 1 in float32, not {value}")
+        # A new adapter has parameters whose first gradient is 0, and 0 / (0 + 0) is NaN.
+        if name == "eps" and value < MIN_EPS:
+            raise UserError(f"adam_params.eps must be {MIN_EPS:.2g} or more, not {value}")
     return {**NUMBERS, **{name: float(value) for name, value in params.items()}}

@@ -25,8 +25,6 @@ from jaxtrain.training_api.losses import ADVANTAGES, TARGETS, TOTAL, LossKind
 DTYPES = {wire.FLOAT32: np.float32, wire.INT64: np.int64, wire.INT32: np.int32}
 FIELDS = Fields((TOTAL,), {"target": np.int32, "logprobs": np.float32, ADVANTAGES: np.float32})
 """One structure for the batches of all losses."""
-MAX_DENSE = 1 << 26
-"""Largest size of a sparse tensor, zeros included."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,8 +83,10 @@ def read_datum(message: Any, index: int, kind: LossKind, vocab_size: int, longes
     chunks = []
     for chunk in message.model_input:
         if chunk.WhichOneof("kind") != "encoded_text":
-            other = chunk.WhichOneof("kind") or "an empty one"
-            raise UserError(f"{name}.model_input: only chunks of text are read here, not {other}")
+            chunk_kind = chunk.WhichOneof("kind") or "an empty one"
+            raise UserError(
+                f"{name}.model_input: only chunks of text are read here, not {chunk_kind}"
+            )
         chunks.append(read_array(chunk.encoded_text.tokens, np.int32, f"{name}.model_input"))
     tokens = np.concatenate(chunks) if chunks else np.zeros(0, np.int32)
     count = len(tokens)
@@ -96,23 +96,27 @@ def read_datum(message: Any, index: int, kind: LossKind, vocab_size: int, longes
         )
     check_ids(tokens, vocab_size, f"{name}.model_input")
     inputs = {
-        entry.key: read_tensor(entry.value, f"{name}.loss_fn_inputs[{show(entry.key, 40)}]")
+        entry.key: read_tensor(
+            entry.value, f"{name}.loss_fn_inputs[{show(entry.key, 40)}]", longest
+        )
         for entry in message.loss_fn_inputs
     }
-    known = (TARGETS, *kind.needs, *kind.may)
-    for key in (TARGETS, *kind.needs):
+    valid_keys = (TARGETS, *kind.required, *kind.optional)
+    for key in (TARGETS, *kind.required):
         if key not in inputs:
             raise UserError(f"{name}.loss_fn_inputs needs {key!r}, and has {sorted(inputs)}")
     shape = inputs[TARGETS].shape
-    several = len(shape) == 2 and not kind.needs
+    several = len(shape) == 2 and not kind.required
     if shape[:1] != (count,) or not (len(shape) == 1 or several):
         raise UserError(
             f"{name}.loss_fn_inputs['{TARGETS}'] has shape {list(shape)}; it needs one target for"
-            f" each of the {count:,} tokens{' (or K of them)' if not kind.needs else ''}"
+            f" each of the {count:,} tokens{' (or K of them)' if not kind.required else ''}"
         )
     for key, value in inputs.items():
-        if key not in known:
-            raise UserError(f"{name}.loss_fn_inputs has {show(key, 40)}; the loss reads {known}")
+        if key not in valid_keys:
+            raise UserError(
+                f"{name}.loss_fn_inputs has {show(key, 40)}; the loss reads {valid_keys}"
+            )
         if value.shape != shape:
             raise UserError(
                 f"{name}.loss_fn_inputs[{key!r}] has shape {list(value.shape)}, the targets have"
@@ -138,8 +142,9 @@ def read_array(raw: bytes, dtype: Any, label: str) -> np.ndarray:
     return np.frombuffer(raw, dtype)
 
 
-def read_tensor(message: Any, label: str) -> np.ndarray:
-    """Return a tensor, a sparse one with 0 at the places that it does not list; UserError."""
+def read_tensor(message: Any, label: str, most: int) -> np.ndarray:
+    """Return a tensor, a sparse one with 0 at the places that it does not list; UserError. most:
+    numbers of a sparse one, zeros included, as a short message may ask for any shape."""
     if message.dtype not in DTYPES:
         raise UserError(f"{label}: dtype {message.dtype} is not read here; send float32 or int64")
     dtype, shape = DTYPES[message.dtype], tuple(message.shape)
@@ -149,27 +154,28 @@ def read_tensor(message: Any, label: str) -> np.ndarray:
         if any(size < 0 for size in shape) or values.size != math.prod(shape):
             raise UserError(f"{label} has {values.size:,} numbers for the shape {list(shape)}")
         return values.reshape(shape)
-    if any(size < 0 for size in shape) or math.prod(shape) > MAX_DENSE:
-        raise UserError(f"{label} has the shape {list(shape)}; at most {MAX_DENSE:,} numbers fit")
+    if any(not 0 <= size <= most for size in shape) or math.prod(shape) > most:
+        raise UserError(f"{label} has the shape {list(shape)}; at most {most:,} numbers fit")
     csr = message.sparse_csr
     values = read_array(csr.values, dtype, label)
     rows, columns = (
         read_array(part, np.int64, label) for part in (csr.crow_indices, csr.col_indices)
     )
-    whole = len(shape) == 2 and len(rows) == shape[0] + 1 and len(columns) == len(values)
-    counts = np.diff(rows) if whole else rows
-    fits = whole and rows[0] == 0 and rows[-1] == len(values) and (counts >= 0).all()
+    fits = len(shape) == 2 and len(rows) == shape[0] + 1 and len(columns) == len(values)
+    # Neighbors are compared, not subtracted: differences of int64 wrap around, and np.repeat writes
+    # outside of its result for counts whose sum does.
+    fits = fits and rows[0] == 0 and rows[-1] == len(values) and (rows[:-1] <= rows[1:]).all()
     if not fits or (columns.size and not 0 <= columns.min() <= columns.max() < shape[1]):
         raise UserError(f"{label}: its sparse indices do not fit the shape {list(shape)}")
     dense = np.zeros(shape, dtype)
-    dense[np.repeat(np.arange(shape[0]), counts), columns] = values
+    dense[np.repeat(np.arange(shape[0]), np.diff(rows)), columns] = values
     return dense
 
 
 def weigh(datum: Datum, kind: LossKind) -> np.ndarray:
     """Return the weight of each place, as the targets' shape."""
-    if kind.weigh in datum.inputs:
-        return datum.inputs[kind.weigh].astype(np.float64)
+    if kind.weight_input in datum.inputs:
+        return datum.inputs[kind.weight_input].astype(np.float64)
     if kind.counts_all:
         return np.ones(datum.inputs[TARGETS].shape)
     return (datum.inputs[ADVANTAGES] != 0).astype(np.float64)
@@ -264,9 +270,9 @@ def _lay_out_several(datum: Datum, kind: LossKind, trees: list[PackedTree]) -> n
     width = several + 1
     # A place, then its targets, which only it precedes; the next place follows it, too.
     index = np.arange(count * width, dtype=np.int32)
-    place, offset = np.divmod(index, width)
+    position, offset = np.divmod(index, width)
     is_place = offset == 0
-    prev = np.where(is_place, (place - 1) * width, place * width)
+    prev = np.where(is_place, (position - 1) * width, position * width)
     prev[0] = -1
     scored = np.arange(count)[:, None] * width + 1 + np.arange(several)
 
@@ -280,11 +286,11 @@ def _lay_out_several(datum: Datum, kind: LossKind, trees: list[PackedTree]) -> n
     trees.append(
         PackedTree(
             tokens=tokens,
-            positions=(place + ~is_place).astype(np.int32),
+            positions=(position + ~is_place).astype(np.int32),
             prev=prev.astype(np.int32),
             until=np.where(is_place, len(index), index + 1).astype(np.int32),
             owner=np.zeros(len(index), np.int32),
-            node=place.astype(np.int32),
+            node=position.astype(np.int32),
             weights={TOTAL: spread(weigh(datum, kind), np.float64)},
             streams={"target": spread(targets, np.int32)},
             num_branches=1,

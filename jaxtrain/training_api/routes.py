@@ -75,12 +75,12 @@ class TrainingApi:
         self.store = WeightsStore(folder, base)
         self.samplers = Samplers(self.store, engine, thread)
         self.journal = Journal(folder / "sessions.log")
-        self.sessions: dict[str, dict[str, Any]] = {}
+        self.sessions: set[str] = set()
         self.sampling: dict[str, str | None] = {}
         """Paths by the id of a sampling session; None: the base."""
         for header, _ in self.journal.read():
             if "session" in header:
-                self.sessions[header["session"]] = header
+                self.sessions.add(header["session"])
             else:
                 self.sampling[header["sampling"]] = header["path"]
         self.models: dict[str, ModelQueue] = {}
@@ -164,11 +164,11 @@ class TrainingApi:
         return web.json_response({"supported_models": [model]})
 
     async def _create_session(self, request: web.Request) -> web.Response:
-        body = await read_json(request)
-        session = {"session": str(uuid.uuid4()), "display_name": body.get("display_name")}
-        await self._append(Record(session))
-        self.sessions[session["session"]] = session
-        return web.json_response({"session_id": session["session"], "type": "create_session"})
+        await read_json(request)
+        session = str(uuid.uuid4())
+        await self._append(Record({"session": session}))
+        self.sessions.add(session)
+        return web.json_response({"session_id": session, "type": "create_session"})
 
     async def _heartbeat(self, request: web.Request) -> web.Response:
         self._session(await read_json(request))
@@ -196,7 +196,7 @@ class TrainingApi:
 
     def _open_model(self, model_id: str) -> ModelQueue:
         operations = Operations(model_id, self.name, self.store, self.samplers)
-        journal = Journal(self.store.place(model_id) / "requests.log")
+        journal = Journal(self.store.model_folder(model_id) / "requests.log")
         queue = self.models[model_id] = ModelQueue(operations, journal, self.thread)
         queue.start()
         return queue

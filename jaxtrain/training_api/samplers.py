@@ -80,7 +80,7 @@ class Samplers:
     def _may_start(self, ticket: tuple[int, str | None]) -> bool:
         if not self._running:
             return self._waiting[0] == ticket
-        before = itertools.takewhile(lambda other: other != ticket, self._waiting)
+        before = itertools.takewhile(lambda waiting: waiting != ticket, self._waiting)
         return ticket[1] == self.current and all(path == self.current for _, path in before)
 
     def _use(self, path: str | None) -> None:
@@ -104,16 +104,32 @@ class Samplers:
 
     def _lay_out(self, kind: ModelKind, params: Any) -> tuple[Any, Any, Callable]:
         """Return (the base's weights layer by layer, a function that builds a model of them and an
-        adapter, one that lays out an adapter): the base is laid out once for a kind."""
+        adapter, one that lays out an adapter)."""
         build = kind.roles.rebuild(kind.roles.trained)
-        whole, rebuild = split_model(unstack(build({**kind.frozen, **params})))
+        combined, rebuild = split_model(unstack(build({**kind.frozen, **params})))
+        shared, _ = split_model(self._base)
 
         def select(params: Any, frozen: Any) -> Any:
             laid_out, _ = split_model(build({**frozen, **params}).unstack())
             return {path: value for path, value in laid_out.items() if ADAPTER in path}
 
-        base = {path: value for path, value in whole.items() if ADAPTER not in path}
+        # An adapter changes neither the layout of the base nor its numbers, so all kinds use the
+        # arrays of the base itself; these copies, which would be another base for each, are freed.
+        base = {
+            path: shared[path] if is_alike(shared.get(path), value) else value
+            for path, value in combined.items()
+            if ADAPTER not in path
+        }
         return base, rebuild, jax.jit(select)
+
+
+def is_alike(first: jax.Array | None, second: jax.Array) -> bool:
+    """Return whether two arrays have the same shape, dtype and place."""
+    return first is not None and (
+        first.shape == second.shape
+        and first.dtype == second.dtype
+        and first.sharding.is_equivalent_to(second.sharding, second.ndim)
+    )
 
 
 class PathEngine:

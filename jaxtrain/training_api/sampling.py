@@ -19,7 +19,7 @@ from jaxtrain.text_safety import show
 from jaxtrain.training_api import wire
 
 MAX_SAMPLES = 1024
-LATER = {
+UNSUPPORTED = {
     "topk_prompt_logprobs": 0,
     "topk_sample_logprobs": 0,
     "prompt_alt_tokens_k": 0,
@@ -43,7 +43,7 @@ class SampleRequest(NamedTuple):
 def read_sample(body: Mapping[str, Any], name: str, vocab_size: int, longest: int) -> SampleRequest:
     """Read an asample request; RequestRefused names the field. name: a draw without a seed depends
     on it."""
-    for field, value in LATER.items():
+    for field, value in UNSUPPORTED.items():
         if body.get(field) not in (value, None, False, 0):
             raise RequestRefused(400, f"{field} cannot be had here", field)
     prompt = read_prompt(body.get("prompt"), vocab_size)
@@ -91,8 +91,8 @@ def read_prompt(prompt: Any, vocab_size: int) -> list[int]:
     for chunk in chunks:
         ids = chunk.get("tokens") if isinstance(chunk, dict) else None
         if not isinstance(ids, list):
-            other = show(chunk.get("type") if isinstance(chunk, dict) else chunk, 60)
-            raise RequestRefused(400, f"prompt.chunks: only text is read here, not {other}")
+            chunk_kind = show(chunk.get("type") if isinstance(chunk, dict) else chunk, 60)
+            raise RequestRefused(400, f"prompt.chunks: only text is read here, not {chunk_kind}")
         tokens += ids
     if any(type(token) is not int or not 0 <= token < vocab_size for token in tokens):
         raise RequestRefused(400, f"prompt must hold token ids, which are below {vocab_size}")

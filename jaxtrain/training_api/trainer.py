@@ -20,7 +20,15 @@ import numpy as np
 from jaxtrain.config import AdapterConfig, Config
 from jaxtrain.core.adapter import make_adapter
 from jaxtrain.core.roles import ModelSnapshot, Role, Roles
-from jaxtrain.core.step import Backward, State, StepSums, init_state, join_metrics, make_update
+from jaxtrain.core.step import (
+    EXTREMES,
+    Backward,
+    State,
+    StepSums,
+    init_state,
+    join_metrics,
+    make_update,
+)
 from jaxtrain.core.weights import start_adapter
 from jaxtrain.data.packing.pack import pack_for_scoring
 from jaxtrain.distributed.feed import feed, row_shards, to_host
@@ -225,11 +233,11 @@ def draw_seed(model_id: str) -> int:
 
 
 def name_metrics(metrics: Mapping[str, tuple[Any, Any]]) -> dict[str, float]:
-    """Return metrics as the client joins those of several requests: "name:mean"."""
+    """Return metrics under names by which the client joins several requests: ":mean", ":max"."""
     named = {}
     for name, (value, weight) in metrics.items():
-        last = name.rpartition("/")[2].rpartition("_")[2]
-        reduction = last if last in ("min", "max") else "mean"
+        join, _ = EXTREMES.get(name.rpartition("/")[2], (None, None))
+        reduction = "max" if join is jnp.maximum else "min" if join is jnp.minimum else "mean"
         if weight > 0:
             divided = value / weight if reduction == "mean" else value
             named[f"{name}:{reduction}"] = float(divided)

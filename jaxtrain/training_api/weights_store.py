@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 from jaxtrain.core.step import State, abstract_state
 from jaxtrain.errors import UserError
 from jaxtrain.runs.checkpoint import Checkpoints
+from jaxtrain.runs.manifest import write_atomically
 from jaxtrain.text_safety import show
 from jaxtrain.training_api.journal import sync_folder
 from jaxtrain.training_api.trainer import Base, LoRA, ModelKind
@@ -56,22 +57,23 @@ class WeightsStore:
         self._check_base()
 
     def _check_base(self) -> None:
-        record, place = self.folder / BASE, str(self.base.bundle.folder)
-        identity = {"path": place, "fingerprint": self.base.fingerprint()}
+        record, location = self.folder / BASE, str(self.base.bundle.folder)
+        identity = {"path": location, "fingerprint": self.base.fingerprint()}
         try:
             earlier = {name: json.loads(record.read_text())[name] for name in identity}
         except FileNotFoundError:
-            write_synced(record, identity)
+            write_json(record, identity)
             return
         except (OSError, ValueError, TypeError, LookupError) as error:
             raise UserError(f"{record} cannot be read: {error}") from None
         if earlier["fingerprint"] != identity["fingerprint"]:
             raise UserError(
                 f"--train {self.folder}: its models train on the weights that were in"
-                f" {earlier['path']}, and {place} has others; serve those, or name another folder"
+                f" {earlier['path']}, and {location} has others; serve those, or name another"
+                " folder"
             )
 
-    def place(self, model_id: str) -> Path:
+    def model_folder(self, model_id: str) -> Path:
         """Return a model's folder."""
         return self.folder / "models" / model_id.replace(":", "_")
 
@@ -80,7 +82,7 @@ class WeightsStore:
         match = PATH.fullmatch(path) if isinstance(path, str) else None
         if match is None or match[2] != kind:
             raise UserError(f"{field} {show(path)} must be tinker://MODEL_ID/{kind}/NAME")
-        saved = self.read_about(self.place(match[1]) / kind / match[3])
+        saved = self.read_about(self.model_folder(match[1]) / kind / match[3])
         if saved is None:
             raise UserError(f"{field} {show(path)}: there are no such weights here")
         return saved
@@ -107,7 +109,7 @@ class WeightsStore:
             checkpoints.save(0, arrays, cursor)
         finally:
             checkpoints.close()
-        write_synced(unfinished / ABOUT, {**lora._asdict(), "request": request})
+        write_json(unfinished / ABOUT, {**lora._asdict(), "request": request})
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         with self._renaming:
@@ -130,14 +132,9 @@ class WeightsStore:
         return read_arrays(folder, shapes)[0]
 
 
-def write_synced(path: Path, value: dict[str, Any]) -> None:
+def write_json(path: Path, value: dict[str, Any]) -> None:
     """Write JSON that is on the disk, with its name, when this returns; never half of it."""
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    with open(unfinished, "w") as file:
-        file.write(json.dumps(value) + "\n")
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(unfinished, path)
+    write_atomically(path, json.dumps(value) + "\n")
     sync_folder(path.parent)
 
 

@@ -49,7 +49,7 @@ def draw(seed, shape=SHAPE):
 
 
 def unpack(codes):
-    """One code a number of two a byte, the first in the upper half, as torchao packs them."""
+    """Return one code per number: torchao packs two into a byte, the first in the upper half."""
     return np.stack([np.asarray(codes) >> 4, np.asarray(codes) & 15], -1).reshape(SHAPE)
 
 

@@ -85,8 +85,8 @@ def run_client(model, folder, kills=()):
         assert saved["path"].endswith("weights/end")
     finally:
         server.stop()
-    (place,) = folder.glob("models/*/weights/end/0/state")
-    arrays = ocp.PyTreeCheckpointer().restore(place)
+    (state_folder,) = folder.glob("models/*/weights/end/0/state")
+    arrays = ocp.PyTreeCheckpointer().restore(state_folder)
     return losses, arrays, server.starts
 
 
@@ -109,12 +109,12 @@ def test_a_torn_record_is_cut_off(tmp_path, cut):
     records = [Record({"number": 1}, b"one"), Record({"number": 2}), Record({"n": "ü"}, b"\0" * 40)]
     journal.append(*records)
     journal.close()
-    whole = (tmp_path / "log").read_bytes()
-    (tmp_path / "log").write_bytes(whole[:-cut])
+    complete_log = (tmp_path / "log").read_bytes()
+    (tmp_path / "log").write_bytes(complete_log[:-cut])
     journal = Journal(tmp_path / "log")
     assert journal.read() == records[:2]
     journal.append(records[2])
-    assert journal.read() == records and journal.size == len(whole)
+    assert journal.read() == records and journal.size == len(complete_log)
     journal.rewrite(records[1:])
     journal.append(records[0])
     journal.close()

@@ -14,9 +14,10 @@ from jaxtrain.core.weights import start_adapter
 from jaxtrain.data.packing.pack import build_batch, lay_out, stack_batches
 from jaxtrain.data.packing.tree import chain
 from jaxtrain.errors import UserError
+from jaxtrain.training_api import wire
 from jaxtrain.training_api.optimizer import read_numbers
-from jaxtrain.training_api.requests import read_request
-from jaxtrain.training_api.trainer import LoRA, TrainedModel
+from jaxtrain.training_api.requests import read_request, read_tensor
+from jaxtrain.training_api.trainer import LoRA, TrainedModel, name_metrics
 
 ADAM = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
@@ -184,12 +185,14 @@ def test_several_targets_a_place_are_the_sum_of_one_each(base):
     rng = np.random.default_rng(1)
     ids, targets = rng.integers(4, 512, 7), rng.integers(4, 512, (7, 3))
     weights = rng.random((7, 3)).astype(np.float32)
-    each = [(ids, {"target_tokens": targets[:, k], "weights": weights[:, k]}) for k in range(3)]
+    single_data = [
+        (ids, {"target_tokens": targets[:, k], "weights": weights[:, k]}) for k in range(3)
+    ]
     single, many = open_model(base), open_model(base)
     (logprobs,), metrics, step = train(
         many, [(ids, {"target_tokens": targets, "weights": weights})]
     )
-    want, want_metrics, want_step = train(single, each)
+    want, want_metrics, want_step = train(single, single_data)
     np.testing.assert_allclose(logprobs, np.stack(want, axis=1), atol=2e-5)
     assert metrics["loss:sum"] == pytest.approx(want_metrics["loss:sum"], rel=1e-5)
     assert step["grad_norm"] == pytest.approx(want_step["grad_norm"], rel=1e-4)
@@ -225,6 +228,46 @@ def test_a_step_that_is_not_finite_changes_nothing(base):
         train(model, [(ids, {**inputs, "weights": np.full(len(ids), np.inf)})])
     for path, value in model.state.params.items():
         assert np.array_equal(value, before[path])
+
+
+def make_sparse(shape, rows, columns, values):
+    message = wire.CLASSES["Tensor"](dtype=wire.FLOAT32, shape=shape)
+    message.sparse_csr.values = np.asarray(values, np.float32).tobytes()
+    message.sparse_csr.crow_indices = np.asarray(rows, np.int64).tobytes()
+    message.sparse_csr.col_indices = np.asarray(columns, np.int64).tobytes()
+    return message
+
+
+def test_a_sparse_tensor_is_read():
+    message = make_sparse([3, 4], [0, 2, 2, 3], [1, 3, 0], [5.0, 6.0, 7.0])
+    dense = [[0, 5, 0, 6], [0, 0, 0, 0], [7, 0, 0, 0]]
+    np.testing.assert_array_equal(read_tensor(message, "x", 100), dense)
+
+
+@pytest.mark.parametrize(
+    "shape, rows, columns",
+    [
+        ([3, 4], [0, 2**63 - 1, -2, 3], [1, 3, 0]),  # differences of int64 wrap around
+        ([3, 4], [0, 2, 1, 3], [1, 3, 0]),
+        ([3, 4], [0, 2, 3], [1, 3, 0]),
+        ([3, 4], [0, 2, 2, 3], [1, 4, 0]),
+        ([3, 4], [0, 2, 2, 3], [1, -1, 0]),
+        ([0, 2**62], [0], [1, 3, 0]),
+        ([3, 34], [0, 2, 2, 3], [1, 3, 0]),  # more than 100 numbers
+    ],
+)
+def test_sparse_indices_that_do_not_fit_are_refused(shape, rows, columns):
+    with pytest.raises(UserError, match="x.* shape"):
+        read_tensor(make_sparse(shape, rows, columns, [5.0, 6.0, 7.0]), "x", 100)
+
+
+@pytest.mark.parametrize(
+    "name, reduction",
+    [("ratio/max", "max"), ("clip_ratio/low_min", "min"), ("entropy", "mean")]
+    + [("mismatch/max_abs", "max"), ("x/max_reward", "max"), ("x/other_max", "mean")],
+)
+def test_metrics_are_named_by_how_the_step_joins_them(name, reduction):
+    assert name_metrics({name: (6.0, 1.0)}) == {f"{name}:{reduction}": 6.0}
 
 
 TARGETS = {"target_tokens": [5, 6, 7]}
@@ -266,7 +309,9 @@ def test_requests_that_cannot_be_run_name_the_field(base, tokens, inputs, loss, 
         ({"lr": 1.0}, "adam_params.'lr' is unknown"),
         ({"learning_rate": -1}, "adam_params.learning_rate must be a number from 0 on"),
         ({"beta1": 1.0}, "adam_params.beta1 must be below 1"),
+        ({"beta2": 1.0 - 1e-9}, "adam_params.beta2 must be below 1"),
         ({"eps": float("nan")}, "adam_params.eps"),
+        ({"eps": 0.0}, "adam_params.eps must be 1.2e-38 or more, not 0.0"),
         ({"learning_rate": 1e39}, "adam_params.learning_rate"),
         ({"weight_decay": 10**400}, "adam_params.weight_decay"),
     ],

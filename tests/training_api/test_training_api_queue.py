@@ -178,12 +178,53 @@ def test_a_request_that_is_logged_beside_a_snapshot_stays_in_the_log(tmp_path, t
     assert queue.journal.read() == [entry.request_record()]
 
 
+def test_requests_without_a_step_do_not_grow_the_log_without_bound(tmp_path, thread, monkeypatch):
+    monkeypatch.setattr(model_queue, "SNAPSHOT_BYTES", 5_000)
+    snapshots = []
+
+    async def run():
+        queue = open_queue(tmp_path, thread)
+        queue.operations.save_snapshot = lambda cursor: snapshots.append(cursor["seq_id"])
+        queue.operations.model = "a model"
+        queue.start()
+        for seq_id in range(30):
+            await answer(queue, seq_id, "forward", "x" * 1_000)
+        sizes = [len(entry.payload) for entry in queue.entries.values()]
+        await queue.close()
+        return queue.journal.size, sum(sizes)
+
+    log_size, memory = asyncio.run(run())
+    assert 30 * 1_000 > 20_000 > log_size and memory < 10_000
+    assert len(snapshots) >= 3 and snapshots == sorted(set(snapshots))
+    restarted = Journal(tmp_path / "requests.log")
+    results = [header["result"] for header, _ in restarted.read() if "result" in header]
+    assert results == list(range(30))
+
+
+def test_a_log_that_has_grown_waits_for_the_step_of_its_gradients(tmp_path, thread, monkeypatch):
+    monkeypatch.setattr(model_queue, "SNAPSHOT_BYTES", 500)
+    snapshots = []
+
+    async def run():
+        queue = open_queue(tmp_path, thread)
+        queue.operations.save_snapshot = snapshots.append
+        queue.start()
+        await answer(queue, 0, "create_model")
+        queue.operations.model, queue.operations.pending = "a model", True
+        for seq_id in range(1, 6):
+            await answer(queue, seq_id, "forward", "x" * 1_000)
+        await queue.close()
+        return queue.journal.size
+
+    assert asyncio.run(run()) > 5_000 and not snapshots
+
+
 def test_weights_are_set_again_after_a_client_that_hung_up_meanwhile(thread):
-    going, begun = threading.Event(), threading.Event()
+    going, started = threading.Event(), threading.Event()
     engine = SimpleNamespace(sampler=SimpleNamespace(model="base"), model="base")
 
     def use(model, version):
-        begun.set()
+        started.set()
         going.wait(10)
         engine.model = model
 
@@ -197,11 +238,11 @@ def test_weights_are_set_again_after_a_client_that_hung_up_meanwhile(thread):
 
     async def run():
         first = asyncio.ensure_future(hold("a"))
-        await asyncio.to_thread(begun.wait, 10)
+        await asyncio.to_thread(started.wait, 10)
         first.cancel()
         await asyncio.gather(first, return_exceptions=True)
         going.set()
-        await asyncio.wrap_future(thread.submit(begun.wait))  # the thread has gone on
+        await asyncio.wrap_future(thread.submit(started.wait))  # the thread has gone on
         return [await hold(path) for path in (None, "b", "b", None)]
 
     assert asyncio.run(run()) == ["base", "model of b", "model of b", "base"]

@@ -8,6 +8,7 @@ import pytest
 from api_toy import Client, Server, as_data, draw_documents, open_base, read_output, write_request
 
 from jaxtrain.errors import UserError
+from jaxtrain.models.parameters import split_model
 from jaxtrain.training_api import model_queue, wire
 from jaxtrain.training_api.weights_store import WeightsStore
 
@@ -192,8 +193,8 @@ def test_samples_have_the_log_probs_that_forward_gives(server):
     options = {"num_samples": 3, "sampling_params": params, "prompt_logprobs": True}
     answers, prompt = draw(server, session, 0, [5, 6, 7], **options)
     for tokens, logprobs in answers:
-        whole = np.array([5, 6, 7, *tokens])
-        data = [(whole[:-1], {"target_tokens": whole[1:]})]
+        sequence = np.array([5, 6, 7, *tokens])
+        data = [(sequence[:-1], {"target_tokens": sequence[1:]})]
         promise = client.forward_backward(data, forward_only=True)
         (scored,), _ = read_output(server.result(promise))
         np.testing.assert_allclose(logprobs, scored[2:], atol=2e-5)
@@ -211,8 +212,14 @@ def test_samples_have_the_log_probs_that_forward_gives(server):
     assert all(np.array_equal(a[0], b[0]) for a, b in zip(answers, again, strict=True))
     base = {"session_id": client.session, "sampling_session_seq_id": 1, "base_model": "toy"}
     bare = server.ask("create_sampling_session", base)["sampling_session_id"]
-    _, other = draw(server, bare, 0, [5, 6, 7], **options)
-    assert np.isnan(other[0]) and np.abs(other[1:] - prompt[1:]).max() > 1e-4
+    _, base_logprobs = draw(server, bare, 0, [5, 6, 7], **options)
+    assert np.isnan(base_logprobs[0]) and np.abs(base_logprobs[1:] - prompt[1:]).max() > 1e-4
+    # The base is not laid out again for each kind of adapter.
+    samplers = server.api.samplers
+    shared, _ = split_model(samplers._base)
+    assert samplers._layouts
+    for laid_out, _, _ in samplers._layouts.values():
+        assert all(shared[path] is value for path, value in laid_out.items())
 
 
 def test_weights_are_saved_and_loaded(server, alone):
@@ -271,11 +278,12 @@ def test_a_model_whose_snapshot_is_damaged_fails_alone(base, alone, tmp_path):
 
 
 @pytest.mark.slow  # compiles the sampler
-@pytest.mark.parametrize("seconds", [0.0, 60.0])
-def test_a_restart_goes_on_where_it_was(base, alone, tmp_path, monkeypatch, seconds):
+@pytest.mark.parametrize("seconds, size", [(0.0, 1 << 28), (60.0, 1 << 28), (60.0, 0)])
+def test_a_restart_goes_on_where_it_was(base, alone, tmp_path, monkeypatch, seconds, size):
     """Ids, gradients of a step that was not made and samplers survive, with a snapshot after every
-    step and without any."""
+    step, without any, and with one before every request that finds no gradients."""
     monkeypatch.setattr(model_queue, "SNAPSHOT_SECONDS", seconds)
+    monkeypatch.setattr(model_queue, "SNAPSHOT_BYTES", size)
     first = Server(tmp_path, base)
     client = Client(first)
     assert client.step(DATA) == alone["data"][0]
@@ -285,6 +293,8 @@ def test_a_restart_goes_on_where_it_was(base, alone, tmp_path, monkeypatch, seco
     params = {"max_tokens": 4, "seed": 1}
     drawn, _ = draw(first, saved["sampling_session_id"], 0, [5, 6], sampling_params=params)
     first.stop()
+    snapshots = list((tmp_path / "models").glob("*/snapshot"))
+    assert len(snapshots) == (seconds == 0.0 or size == 0)
     log = tmp_path / "models" / client.model_id.replace(":", "_") / "requests.log"
     with open(log, "ab") as file:
         file.write(log.read_bytes()[:50])  # torn by a kill
@@ -306,12 +316,12 @@ def test_a_restart_goes_on_where_it_was(base, alone, tmp_path, monkeypatch, seco
 def test_a_folder_of_another_base_is_refused(server, base, tmp_path):
     """Shapes are the same; one weight differs in its last place."""
     path = sorted(base.params)[-1]
-    other = copy.copy(base)
+    changed_base = copy.copy(base)
     weight = base.params[path]
-    other.params = {**base.params, path: weight.at[(-1,) * weight.ndim].add(1e-3)}
+    changed_base.params = {**base.params, path: weight.at[(-1,) * weight.ndim].add(1e-3)}
     (tmp_path / "base.json").write_bytes((server.api.folder / "base.json").read_bytes())
     assert WeightsStore(tmp_path, base).base is base
     with pytest.raises(
         UserError, match=r"its models train on the weights that were in .* has others"
     ):
-        WeightsStore(tmp_path, other)
+        WeightsStore(tmp_path, changed_base)
