@@ -67,7 +67,7 @@ class Config(ImageTextConfig):
     sliding_window: int
     final_logit_softcapping: float | None = None
     tower_prefix: str = ""
-    """Of the tower's tensors; "": as published beside the text's."""
+    """Beginning of the names of the tower's tensors; "": as published beside the text's."""
 
     def fit(self, tensors: Collection[str]) -> Self:
         end = "embeddings.patch_embedding.weight"
@@ -106,7 +106,8 @@ class Config(ImageTextConfig):
 
     @property
     def carries(self) -> tuple[str, ...]:
-        """Those of the text, and a head on the tower, whose output no text reads."""
+        """Prefixes of the text's carried tensors, and of a head on the tower, whose output the text
+        does not read."""
         head = () if self.vision is None else (f"{self.tower_roots[0]}head.",)
         return (*super().carries, *head)
 
