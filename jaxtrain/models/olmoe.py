@@ -24,7 +24,7 @@ class OlmoExpertsConfig(ExpertsConfig):
     renamed: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
 
     norm_topk_prob: bool = False
-    """Whether the gates of a token sum to 1."""
+    """True if the gates of a token sum to 1."""
     attention_bias: bool = False
     """On all four projections."""
 

@@ -46,7 +46,7 @@ class Config(QwenImageConfig, SparseStepConfig):
         return super().read_text(cls.join_aliases(text))
 
     def to_hf(self) -> dict[str, Any]:
-        """With the number's name in transformers 4, too."""
+        """Return the content of a config.json, with the number of experts under both its names."""
         raw = super().to_hf()
         raw["text_config"]["num_experts"] = self.num_local_experts
         return raw
