@@ -262,14 +262,15 @@ def write_gathered(
     # PEFT renames tensors as transformers does, but not the modules to put pairs at. Only models
     # with a tensor for each expert need an expression, and none of their names differs.
     if isinstance(raw["target_modules"], list):
-        names = [module_in_memory(name) for name in raw["target_modules"]]
-        raw["target_modules"] = names + [
-            ".".join((*owner, config.modules_in_memory[name]))
-            for *owner, name in (module.split(".") for module in names)
-            if name in config.modules_in_memory
+        raw["target_modules"] = [
+            name for module in raw["target_modules"] for name in _names_in_memory(config, module)
         ]
     for key in ("rank_pattern", "alpha_pattern"):
-        raw[key] = {module_in_memory(name): value for name, value in raw[key].items()}
+        raw[key] = {
+            name: value
+            for module, value in raw[key].items()
+            for name in _names_in_memory(config, module)
+        }
     if f"{PREFIX}lm_head.weight" in plan:
         raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
     if adapter.rows:
@@ -455,6 +456,14 @@ def _without_form(op: Any) -> UserError:
         " router that transformers calls otherwise; PEFT's form of such adapters is not known here."
         ' Leave it out, as adapter.target "attention" does'
     )
+
+
+def _names_in_memory(config: DecoderConfig, module: str) -> list[str]:
+    """Return the names in PEFT of a module of a folder; two where only one of several modules with
+    that last name is renamed."""
+    *owner, name = module_in_memory(module).split(".")
+    last = [name, *filter(None, [config.modules_in_memory.get(name)])]
+    return [".".join((*owner, part)) for part in last]
 
 
 def _of_tower(name: str) -> str:

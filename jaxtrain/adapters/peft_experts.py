@@ -39,7 +39,7 @@ RUNTIME = (
 )
 """Names of parameters in folders that transformers 5 reads as others."""
 SPLIT_RUNTIME = ((".block_sparse_moe.experts.", ".mlp.experts."),)
-"""Those of experts that have a tensor each there."""
+"""Such names where each expert has its own tensors."""
 ONE_OF_MANY = re.compile(r"(.*\.experts)\.\d+\.[^.]+\.weight")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -171,14 +172,16 @@ def check(conversion: Conversion) -> str | None:
 
 
 def find_missing_families(path: Any) -> str | None:
-    """Return the names of the families whose images are read, unless the model is of one: by the
-    model_type of its folder, or by the name of one that is not here."""
+    """Return the names of the families whose images are read, unless the model is of one or none is
+    named: by the model_type of its folder, or by the name of one that is not here."""
     from jaxtrain.data.images.format import FAMILIES
     from jaxtrain.huggingface.files import read_object
 
-    folder = Path(str(path))
-    if (folder / "config.json").is_file():
-        reads = str(read_object(folder / "config.json").get("model_type")) in FAMILIES
+    if path is None:
+        return None
+    file = Path(str(path)) / "config.json"
+    if os.path.isfile(file):  # False, too, for names that no file can have
+        reads = str(read_object(file).get("model_type")) in FAMILIES
     else:
         name = "".join(filter(str.isalnum, str(path).lower()))
         reads = any(family.replace("_", "") in name for family in FAMILIES)

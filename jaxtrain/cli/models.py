@@ -11,6 +11,8 @@ TESTED = (
     "Tests compare each family with transformers on tiny random models; docs/models.md lists what"
     " they cover. Of published weights SmolLM2-135M-Instruct (llama) has been run."
 )
+TOKENS = 2048
+"""Tokens of a row where none are asked for."""
 ADAPTED = "bfloat16"
 """model.param_dtype beside an adapter, as in the configs that come with jaxtrain."""
 METHODS: dict[str, tuple[dict[str, str], str]] = {
@@ -34,7 +36,9 @@ def run_models(argv: list[str]) -> int:
     remats = get_args(ModelConfig.model_fields["remat"].annotation)
     parser = Parser("jaxtrain models", description=run_models.__doc__)
     parser.add_argument("path", nargs="?", type=expand_path, help="model folder, or a config.json")
-    parser.add_argument("--tokens", type=int, default=2048, help="of a row; default 2048")
+    parser.add_argument(
+        "--tokens", type=int, help="of a row; default 2048, or the model's longest text if shorter"
+    )
     parser.add_argument("--rows", type=int, default=1, help="of a forward pass; default 1")
     parser.add_argument("--remat", default="full", choices=remats, help="model.remat; default full")
     parser.add_argument("--json", action="store_true", help="one object instead of text")
@@ -81,15 +85,17 @@ def render_families(families: list[dict[str, Any]]) -> str:
     return "\n".join([*lines, "", *textwrap.wrap(TESTED, 96)])
 
 
-def describe_model(path: Path, tokens: int, rows: int, remat: str) -> dict[str, Any]:
-    """Return what `render_model` shows of a folder or of a config.json. UserError for a path that
-    has none, and for numbers below 1."""
+def describe_model(path: Path, tokens: int | None, rows: int, remat: str) -> dict[str, Any]:
+    """Return what `render_model` shows of a folder or of a config.json. tokens: of a row; None:
+    TOKENS, or the model's longest text if shorter. UserError for a path that has none, for numbers
+    below 1, and for rows that the model cannot read."""
     from jaxtrain.errors import UserError
     from jaxtrain.huggingface.files import read_object
     from jaxtrain.models import families
 
-    if min(tokens, rows) < 1:
-        raise UserError(f"models: --tokens {tokens} and --rows {rows} must be at least 1")
+    for name, number in (("--tokens", tokens), ("--rows", rows)):
+        if number is not None and number < 1:
+            raise UserError(f"models: {name} {number} must be at least 1")
     try:
         config = (
             families.read_config(path)
@@ -100,6 +106,14 @@ def describe_model(path: Path, tokens: int, rows: int, remat: str) -> dict[str, 
         if path.is_dir() and not (path / "config.json").is_file():
             raise
         return {"supported": False, "reason": str(reason)}
+    if tokens is None:
+        tokens = min(TOKENS, config.longest)
+    for_rows = config.for_rows(tokens)
+    if tokens > for_rows.longest:
+        raise UserError(
+            f"models: --tokens {tokens} is longer than the model's {for_rows.longest_said}; lower"
+            " the first"
+        )
     from jaxtrain.models import build
     from jaxtrain.models.draft import BaseDraftConfig
 
@@ -194,11 +208,11 @@ def estimate_method(
         slots = bytes_per_device(state.opt_state) / max(entries, 1)
         work = read_bundle_work(bundle, trained.keys(), slots)
         parts = count_memory(work, Sizes(mesh.shape), StepRows(tokens, rows), buffer=1.0)
-        others = {**opened.frozen_shapes, **opened.copy_shapes}
-        more = bytes_per_device({path: v for path, v in others.items() if "/" in path})
+        untrained = {**opened.frozen_shapes, **opened.copy_shapes}
+        size = bytes_per_device({path: v for path, v in untrained.items() if "/" in path})
         if beside == "sampler":
-            more += count_sampler(bundle, trained, tokens)
-    return {**parts, **({beside: more / GIB} if more else {}), "trained": float(entries)}
+            size += count_sampler(bundle, trained, tokens)
+    return {**parts, **({beside: size / GIB} if size else {}), "trained": float(entries)}
 
 
 def count_sampler(bundle: Any, trained: Any, tokens: int) -> int:
@@ -257,11 +271,11 @@ def render_model(facts: dict[str, Any]) -> str:
         gib = collections.defaultdict(float, parts)
         entries = gib.pop("trained")
         beside = gib["reference"] + gib["sampler"]
-        known = gib["weights"] + gib["gradients"] + gib["optimizer"] + beside
+        state = gib["weights"] + gib["gradients"] + gib["optimizer"] + beside
         total = sum(gib.values())
         lines.append(
             f"  {name:<12}{entries:>16,.0f}{gib['weights']:>10.2f}{gib['gradients']:>11.2f}"
-            f"{gib['optimizer']:>11.2f}{beside:>9.2f}{total - known:>13.2f}{total:>9.2f}"
+            f"{gib['optimizer']:>11.2f}{beside:>9.2f}{total - state:>13.2f}{total:>9.2f}"
         )
     lines += ["", "beside: DPO's reference; GRPO's local sampler and its cache. docs/scale.md says"]
     lines.append("what the estimate rests on; --dry-run counts a config's own arrays.")

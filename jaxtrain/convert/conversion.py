@@ -104,15 +104,15 @@ def _make_rule(sign: str, text: str, values: Mapping[Any, Any], note: str) -> Co
     """Return the rule of a line: its sign, what stands behind it, values, and a note."""
 
     def apply(conversion: "Conversion", value: Any) -> None:
-        known = not values or (isinstance(value, str | bool | int | float) and value in values)
-        if sign == "=" and known:
+        allowed = not values or (isinstance(value, str | bool | int | float) and value in values)
+        if sign == "=" and allowed:
             conversion.set(text, values[value] if values else value)
         if value in EMPTY or sign == "~":
             return
-        if sign == "=" and not known:
-            allowed = ", ".join(dict.fromkeys(map(str, values)))
-            conversion.miss(f"{text} here, which has nothing for it (converted are {allowed})")
-        elif sign == "!" or not known:
+        if sign == "=" and not allowed:
+            names = ", ".join(dict.fromkeys(map(str, values)))
+            conversion.miss(f"{text} here, which has nothing for it (converted are {names})")
+        elif sign == "!" or not allowed:
             conversion.miss(text)
         elif sign == "-":
             conversion.drop(text)

@@ -28,6 +28,7 @@ DEFAULTS = {
 """What LLaMA-Factory takes where a file says nothing, other than here."""
 TEMPLATES = {"llama3": "llama3", "gemma": "gemma", "chatml": "chatml", "alpaca": "alpaca"}
 IMAGE_PIXELS = 768 * 768
+"""LLaMA-Factory's default of image_max_pixels."""
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
 PAIRS = {name: name for name in ("messages", "tools", "chosen", "rejected", "images")}
 TAGS = {"role_tag": "messages.role", "content_tag": "messages.content"}
@@ -116,7 +117,7 @@ def _dataset(conversion: Conversion, name: str) -> dict[str, Any]:
         dataset["format"] = "chat" if chat else "alpaca"
     if not chat and source.get("stage", "sft") == "sft":
         dataset["as_chat"] = True
-    more = {
+    options = {
         "name": info.get("subset"),
         "split": info.get("split"),
         "max_rows": info.get("num_samples") or source.get("max_samples"),
@@ -130,7 +131,7 @@ def _dataset(conversion: Conversion, name: str) -> dict[str, Any]:
         "image_folder": source.get("media_dir") if "images" in columns else None,
         "roles": roles or None,
     }
-    return dataset | {key: value for key, value in more.items() if value is not None}
+    return dataset | {key: value for key, value in options.items() if value is not None}
 
 
 def _type(conversion: Conversion, value: Any) -> None:

@@ -167,10 +167,11 @@ def _finish_rounds(conversion: Conversion) -> None:
     if conversion.get("rollout.engine") != "vllm" and conversion.remove("rollout.vllm"):
         conversion.drop("the sampler in the process has its own limits", "concurrency")
     keys = ("source", "env", "environment")
-    entries = [e for place in (train, orchestrator) for key in keys for e in listed(place.get(key))]
+    tables = (train, orchestrator)
+    entries = [entry for table in tables for key in keys for entry in listed(table.get(key))]
     algorithm = train.get("algo") or orchestrator.get("algo") or {}
     algorithms = [entry.get("algo") or algorithm for entry in entries] or [algorithm]
-    if any(other != algorithms[0] for other in algorithms):
+    if any(algorithm != algorithms[0] for algorithm in algorithms):
         algorithms = [{"type": "several"}]
     if not _set_algorithm(conversion, algorithms[0]):
         return
@@ -293,9 +294,8 @@ def _set_data(conversion: Conversion) -> None:
         if path is None:
             conversion.log(f"{ROWS}, which is read there where none is named", "data.name")
         dataset = {"path": path or ROWS, "name": source.get("subset"), "split": source.get("split")}
-        dataset["fields"] = {
-            ours: theirs for ours, theirs in columns.items() if ours != theirs
-        } or None
+        fields = {field: column for field, column in columns.items() if field != column}
+        dataset["fields"] = fields or None
         datasets.append({key: value for key, value in dataset.items() if value is not None})
     for dataset, weight in zip(datasets, listed(data.get("probabilities")), strict=False):
         dataset["weight"] = weight
@@ -318,6 +318,19 @@ def _set_vision(conversion: Conversion) -> None:
             conversion.images = "model.vlm"
             if vlm.get("freeze_vision_encoder") is False and not conversion.get("adapter.kind"):
                 conversion.set("model.vision.train", "all")
+
+
+def _asked_server(conversion: Conversion, value: Any) -> None:
+    """List the server that an evaluation asks, which has no counterpart; drop its other options."""
+    if not isinstance(value, Mapping):
+        conversion.miss("a table is expected there")
+        return
+    for key, option in value.items():
+        if key == "base_url" and option:
+            reason = "answers come from the weights in model.path, not from a server"
+            conversion.missed.append(("client.base_url", option, reason))
+        else:
+            conversion.drop("settings of their own servers", f"client.{key}")
 
 
 def _client(conversion: Conversion, value: Any) -> None:

@@ -30,15 +30,15 @@ def environment(conversion: Conversion, entry: Mapping[str, Any]) -> dict[str, A
     if "harness" in world:
         agents["agent"] = {key: world[key] for key in ("harness", "runtime") if key in world}
     for name, agent in agents.items():
-        more = {key: value for key, value in agent.items() if key not in ("harness", "runtime")}
+        extra = {key: value for key, value in agent.items() if key not in ("harness", "runtime")}
         harness = dict(agent.get("harness") or {})
         runtime = {**(harness.pop("runtime", None) or {}), **(agent.get("runtime") or {})}
         for key, kind, options in (("harness", "id", harness), ("runtime", "type", runtime)):
             verifiers[key] = options.get(kind)
             if set(options) - {kind} or (options and len(agents) > 1):
-                more[key] = options
-        if more:
-            verifiers.setdefault("agents", {})[name] = more
+                extra[key] = options
+        if extra:
+            verifiers.setdefault("agents", {})[name] = extra
     for key, value in world.items():
         if key not in (*KEYS_OF_SOURCE, "algo") and key not in agents and value:
             reason = "here it is that of all environments, or of section env"

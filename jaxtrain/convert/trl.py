@@ -125,11 +125,12 @@ def _find_script(words: Sequence[str]) -> int | None:
 
 
 def _method(word: str) -> str | None:
-    """Return the method that a script's name tells: dpo of trl/scripts/dpo.py or train_dpo.py."""
+    """Return the method in a script's name, dpo of trl/scripts/dpo.py or train_dpo.py; of another
+    script of TRL's own its whole name, else None."""
     name = word.rpartition("/")[2].removesuffix(".py")
     parts = [name, *re.split(r"[^a-z]", name.lower())]
-    other = name if any(folder in word for folder in FOLDERS) else None
-    return next((part for part in parts if part in METHODS), other)
+    script = name if any(folder in word for folder in FOLDERS) else None
+    return next((part for part in parts if part in METHODS), script)
 
 
 def _guess_method(table: Mapping[str, Any]) -> str:

@@ -6,6 +6,7 @@ whole of their image."""
 
 import dataclasses
 import json
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Self
 
@@ -67,7 +68,7 @@ class Config(ImageTextConfig):
     sliding_window: int
     final_logit_softcapping: float | None = None
     tower_prefix: str = ""
-    """Of the tower's tensors; "": as published beside the text's."""
+    """Beginning of the names of the tower's tensors; "": as published beside the text's."""
 
     def fit(self, tensors: Collection[str]) -> Self:
         end = "embeddings.patch_embedding.weight"
@@ -85,7 +86,7 @@ class Config(ImageTextConfig):
 
     @property
     def merge(self) -> int:
-        edge = int(self._tokens**0.5)
+        edge = math.isqrt(max(self._tokens, 0))
         return self.vision.side // edge if edge**2 == self._tokens > 0 else 0
 
     @property
@@ -93,7 +94,7 @@ class Config(ImageTextConfig):
         count = json.loads(self.around or "{}").get("mm_tokens_per_image", 256)
         if type(count) is not int:
             raise UserError(
-                f"config.json: mm_tokens_per_image is {describe(count)}; it is a number"
+                f"config.json: mm_tokens_per_image is {describe(count)}; it must be a number"
             )
         return count
 
@@ -106,7 +107,8 @@ class Config(ImageTextConfig):
 
     @property
     def carries(self) -> tuple[str, ...]:
-        """Those of the text, and a head on the tower, whose output no text reads."""
+        """Prefixes of the text's carried tensors, and of a head on the tower, whose output the text
+        does not read."""
         head = () if self.vision is None else (f"{self.tower_roots[0]}head.",)
         return (*super().carries, *head)
 

@@ -13,6 +13,8 @@ from jaxtrain.models.multimodal import ImageTextConfig
 from jaxtrain.models.naming import with_prefix
 from jaxtrain.models.vision import TileConfig, tower_names
 
+Model = llama.Model
+
 
 class TowerConfig(TileConfig):
     model_type: ClassVar[str] = "idefics3_vision"
@@ -45,10 +47,6 @@ class Config(ImageTextConfig):
         if type(factor) is not int or factor < 1:
             raise UserError(f"config.json: scale_factor is {describe(factor)}; it is a number > 0")
         return factor
-
-
-class Model(llama.Model):
-    pass
 
 
 def names(config: Config) -> list[ParameterEntry]:

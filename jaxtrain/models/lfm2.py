@@ -96,7 +96,7 @@ class Config(ConvConfig):
     full_attn_idxs: tuple[int, ...] | None = None
     """Layers with attention, from which transformers derives layer_types where it is absent."""
     block_auto_adjust_ff_dim: bool = True
-    """Whether F is computed from intermediate_size by the next two; else it is F."""
+    """True if F is computed from intermediate_size by the next two; else intermediate_size is F."""
     block_ffn_dim_multiplier: float | None = 1.0
     block_multiple_of: int = 256
 

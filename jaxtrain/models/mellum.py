@@ -34,7 +34,7 @@ class Config(ExpertsConfig):
     moe_intermediate_size: int
     """F of an expert; intermediate_size is that of a dense layer."""
     norm_topk_prob: bool
-    """Whether the gates of a token sum to 1."""
+    """True if the gates of a token sum to 1."""
     num_nextn_predict_layers: int | None = None
     """Number of the layers that predict further tokens."""
     attention_bias: bool = False

@@ -3,12 +3,11 @@
 import dataclasses
 from typing import ClassVar
 
-from flax import nnx
-
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.latent import LatentAttentionConfig, latent_names, make_latent_block
+from jaxtrain.models import deepseek_v3
+from jaxtrain.models.latent import LatentAttentionConfig
+
+Model, names = deepseek_v3.Model, deepseek_v3.names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,13 +42,3 @@ class Config(LatentAttentionConfig):
     @property
     def logit_scale(self) -> float:
         return self.dim_model_base / self.hidden_size
-
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return make_latent_block(kind, config, options, rngs)
-
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return latent_names(config)

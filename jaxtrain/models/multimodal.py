@@ -98,8 +98,8 @@ class ImageTextConfig(TextConfig):
     tower_type: ClassVar[Any]
     """models.vision.VisionConfig of the tower."""
     tower_tensors: ClassVar[tuple[str, ...]] = ()
-    """What those of tower and projector begin with, of families that have folders of text alone:
-    without `vision_config` they are carried along."""
+    """Beginnings of the names of the tensors of tower and projector, in families that also have
+    folders of text alone: without `vision_config` these tensors are carried along."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

@@ -8,6 +8,8 @@ from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models import qwen3
 from jaxtrain.models.qwen_vision import QwenImageConfig, QwenTowerConfig, qwen_names
 
+Model = qwen3.Model
+
 
 class TowerConfig(QwenTowerConfig):
     model_type: ClassVar[str] = "qwen3_vl_vision"
@@ -25,10 +27,6 @@ class Config(QwenImageConfig):
 
     attention_bias: bool = False
     """On all four projections."""
-
-
-class Model(qwen3.Model):
-    pass
 
 
 def names(config: Config) -> list[ParameterEntry]:

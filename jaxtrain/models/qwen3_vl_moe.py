@@ -11,6 +11,8 @@ from jaxtrain.models.experts import SparseStepConfig
 from jaxtrain.models.naming import attention_names, fused_expert_names, mlp_names, outer_names
 from jaxtrain.models.qwen_vision import QwenImageConfig, qwen_names
 
+Model = qwen3_moe.Model
+
 
 class TowerConfig(qwen3_vl.TowerConfig):
     model_type: ClassVar[str] = "qwen3_vl_moe_vision"
@@ -44,7 +46,7 @@ class Config(QwenImageConfig, SparseStepConfig):
         return super().read_text(cls.join_aliases(text))
 
     def to_hf(self) -> dict[str, Any]:
-        """With the number's name in transformers 4, too."""
+        """Return the content of a config.json, with the number of experts under both its names."""
         raw = super().to_hf()
         raw["text_config"]["num_experts"] = self.num_local_experts
         return raw
@@ -53,10 +55,6 @@ class Config(QwenImageConfig, SparseStepConfig):
         if not self.norm_topk_prob:
             raise UserError("config.json: norm_topk_prob=false is not supported; only true is")
         super().check()
-
-
-class Model(qwen3_moe.Model):
-    pass
 
 
 def names(config: Config) -> list[ParameterEntry]:

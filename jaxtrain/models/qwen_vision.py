@@ -17,6 +17,7 @@ from typing_extensions import override
 from jaxtrain.batch import Images
 from jaxtrain.distributed.sharding import gathered
 from jaxtrain.errors import UserError
+from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import (
     Flattened,
     ParameterEntry,
@@ -80,6 +81,11 @@ class QwenTowerConfig(VisionConfig):
     @override
     def check(self) -> None:
         super().check()
+        if self.spatial_merge_size < 1:
+            raise UserError(
+                f"config.json: vision_config.spatial_merge_size={self.spatial_merge_size} must be"
+                " at least 1"
+            )
         head, layers = self.hidden_size // self.num_attention_heads, self.deepstack_visual_indexes
         if head % 4:
             raise UserError(
@@ -96,10 +102,10 @@ class QwenTowerConfig(VisionConfig):
                 f"config.json: vision_config.deepstack_visual_indexes={list(layers)}; only [] is"
                 f" computed for {self.model_type}"
             )
-        if list(layers) != sorted({*layers}) or (layers and layers[-1] >= self.num_hidden_layers):
+        if list(layers) != [n for n in range(self.num_hidden_layers) if n in layers]:
             raise UserError(
                 f"config.json: vision_config.deepstack_visual_indexes={list(layers)} must ascend,"
-                f" below depth={self.num_hidden_layers}"
+                f" from 0 and below depth={self.num_hidden_layers}"
             )
 
 
@@ -120,6 +126,7 @@ class QwenImageConfig(ImageTextConfig):
                 f"config.json: vision_config.out_hidden_size={self.vision.out_hidden_size} must be"
                 f" the text's hidden_size={self.hidden_size}"
             )
+        _ = self.rope_axes  # which refuses another mrope_section
 
     @property
     @override
@@ -150,9 +157,10 @@ class QwenImageConfig(ImageTextConfig):
 def interleave_axes(pairs: int, section: Any) -> tuple[int, ...]:
     """Return what each pair of dims turns by, 0 time, 1 row, 2 column, in turn as long as section
     [time, row, column] of them last. Raises UserError for another section."""
-    if len(section) != 3 or any(type(n) is not int or n < 0 for n in section):
+    numbers = section if isinstance(section, list | tuple) else ()
+    if len(numbers) != 3 or any(type(n) is not int or n < 0 for n in numbers):
         raise UserError(
-            f"config.json: mrope_section={list(section)} must be three numbers of pairs"
+            f"config.json: mrope_section is {describe(section)}; it must be three numbers of pairs"
         )
     return tuple(
         pair % 3 if pair % 3 and pair < 3 * section[pair % 3] else 0 for pair in range(pairs)

@@ -6,7 +6,7 @@ from typing import ClassVar
 from jaxtrain.models import idefics3
 from jaxtrain.models.vision import TileConfig
 
-names = idefics3.names
+Model, names = idefics3.Model, idefics3.names
 
 
 class TowerConfig(TileConfig):
@@ -18,7 +18,3 @@ class Config(idefics3.Config):
     architecture: ClassVar[str] = "SmolVLMForConditionalGeneration"
     model_type: ClassVar[str] = "smolvlm"
     tower_type: ClassVar[type[TileConfig]] = TowerConfig
-
-
-class Model(idefics3.Model):
-    pass

@@ -85,7 +85,7 @@ class VisionConfig:
                 f"config.json: vision_config.hidden_size={self.hidden_size} must be a multiple of"
                 f" num_attention_heads={self.num_attention_heads}"
             )
-        if not 0 < self.side < 2**12:
+        if self.patch_size < 1 or not 0 < self.side < 2**12:
             raise UserError(
                 f"config.json: vision_config: patch_size={self.patch_size} gives {self.side}"
                 " positions along a side of an image"

@@ -4,11 +4,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from flax import nnx
+from jaxtrain.models import deepseek_v3
+from jaxtrain.models.latent import PairedLatentConfig
 
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.latent import PairedLatentConfig, latent_names, make_latent_block
+Model, names = deepseek_v3.Model, deepseek_v3.names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -19,13 +18,3 @@ class Config(PairedLatentConfig):
         "embedding_initializer_range": (),
         "mlp_bias": (False,),
     }
-
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return make_latent_block(kind, config, options, rngs)
-
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return latent_names(config)

@@ -47,6 +47,7 @@ CASES = {
     "dora": dict(dora=True),
     "attention with two ranks": dict(target=["attention"], ranks={"q_proj": 2}),
     "embeddings": dict(target=["mlp"], full=("embed.embedding",)),
+    "gates with another rank": dict(ranks={"gate_proj": 2}),
 }
 GEMMA = [
     pytest.param("lora", name, marks=pytest.mark.thorough)
@@ -150,6 +151,7 @@ TOKENS = np.stack(documents(4, 30, 30))
         pytest.param("lora", "llama", marks=pytest.mark.thorough),
         pytest.param("lora", "falcon_groups", marks=pytest.mark.slow),
         *(pytest.param("lora", name, marks=pytest.mark.thorough) for name in JOINT[1:]),
+        pytest.param("gates with another rank", "lfm3", marks=pytest.mark.thorough),
         *EXPERTS_IN_PEFT,
         *GEMMA,
     ],

@@ -5,7 +5,7 @@ import json
 import pytest
 from test_cli_convert_systems import BASE, convert
 
-from jaxtrain.cli.convert import check
+from jaxtrain.cli.convert import check, find_missing_families
 from jaxtrain.convert import trl
 
 SMOL = "HuggingFaceTB/SmolVLM-Instruct"
@@ -70,6 +70,9 @@ def test_families_that_read_no_images_are_named(tmp_path):
     assert conversion.get("model.vision.train") == "all" and check(conversion) is None
     other = check(trl.convert({**source, "model_name_or_path": "some/text-1b"}))
     assert "command: the model reads no images" in other and "smolvlm" in other
+    # A name longer than a file's is looked up in no folder; without any, no model is judged.
+    assert "reads no images" in check(trl.convert({**source, "model_name_or_path": "x" * 300}))
+    assert find_missing_families(None) is None
     # The folder's own model_type counts, whatever its name.
     folder = tmp_path / "smolvlm"
     folder.mkdir()

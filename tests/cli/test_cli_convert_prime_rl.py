@@ -244,6 +244,7 @@ select.limit = 20
 group_size = 3
 [client]
 base_url = "http://localhost:8000/v1"
+timeout = 60
 [sampling]
 max_completion_tokens = 768
 [[source]]
@@ -255,7 +256,11 @@ env.agent.harness.id = "null"
 
 def test_an_evaluation_of_its_own(tmp_path, capsys):
     code, ours, output = run(tmp_path, {"eval.toml": EVALUATION})
-    assert code == 0 and "jaxtrain eval --config" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert code == 0 and "jaxtrain eval --config" in printed
+    # Its answers would be those of other weights.
+    assert "no counterpart: client.base_url = " in printed and "client.timeout" not in printed
+    assert "client.timeout: settings of their own servers" in output.read_text()
     config = load_config(output)
     (sort,) = config.eval.sets
     assert (config.model.path, sort.label, sort.k, sort.max_new_tokens) == ("m", "sort", 3, 768)

@@ -91,6 +91,18 @@ def test_a_method_that_does_not_fit_the_model_says_why(tiny, capsys):
     assert "64" in memory["SFT, QLoRA"]["reason"] and "weights" in memory["SFT, LoRA"]
 
 
+def test_rows_are_no_longer_than_the_texts_of_the_model(tiny, capsys):
+    assert describe(capsys, tiny)[1]["step"]["tokens"] == 128
+    assert main(["models", str(tiny), "--tokens", "129"]) == 2
+    shown = capsys.readouterr().err
+    assert "--tokens 129 is longer than the model's max_position_embeddings 128" in shown
+    scaling = {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}
+    tiny.write_text(json.dumps({**TINY, "rope_parameters": scaling}))
+    assert describe(capsys, tiny, "--tokens", "256")[1]["step"]["tokens"] == 256
+    assert main(["models", str(tiny), "--tokens", "257"]) == 2
+    assert "max_position_embeddings 128 x factor 2.0" in capsys.readouterr().err
+
+
 def test_what_is_no_model_is_refused(tmp_path, capsys):
     assert main(["models", str(tmp_path / "nothing")]) == 2
     assert "does not exist" in capsys.readouterr().err

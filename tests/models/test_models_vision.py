@@ -4,6 +4,7 @@ with several images, whose branches torch reads alone; folders; what each part a
 import copy
 import dataclasses
 import functools
+import re
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from jaxtrain.cli.quantize import choose_matrices
 from jaxtrain.distributed.feed import feed
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.distributed.sharding import shardings
+from jaxtrain.errors import UserError
 from jaxtrain.models import build, families, loading, saving
 
 
@@ -126,6 +128,25 @@ def test_experts_of_published_folders_are_transposed(tmp_path):
     read = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "published")
     for name, value in theirs.state_dict().items():
         assert torch.equal(read.state_dict()[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("name", "keys", "value"),
+    [
+        ("gemma3", ("mm_tokens_per_image",), -4),
+        ("qwen3_vl", ("vision_config", "patch_size"), 0),
+        ("qwen3_vl", ("vision_config", "spatial_merge_size"), 0),
+        ("qwen3_vl", ("vision_config", "deepstack_visual_indexes"), [-1]),
+        ("qwen3_vl", ("text_config", "rope_parameters", "mrope_section"), 3),
+        ("qwen3_vl", ("text_config", "rope_parameters", "mrope_section"), [3, -1, 2]),
+    ],
+)
+def test_impossible_sizes_are_refused(name, keys, value):
+    raw = copy.deepcopy(VISION[name])
+    *path, last = keys
+    functools.reduce(dict.__getitem__, path, raw)[last] = value
+    with pytest.raises(UserError, match=f"{last}.*{re.escape(str(value))}"):
+        families.config_from_hf(raw)
 
 
 def test_text_alone_runs_no_tower():
