@@ -218,7 +218,7 @@ def test_a_worker_that_was_killed_is_replaced(tokenizer):
     assert render(tokenizer, MESSAGES, None, False) == "5"
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(EXPRESSIONS)
 def test_any_expression_ends(tokenizer, expression):
     text = (
