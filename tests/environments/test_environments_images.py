@@ -90,8 +90,8 @@ def test_equal_texts_with_other_pictures_are_other_prompts(folder, tokenizer):
     )
     read = [SingleTurn(tokenizer).read(row)[1:] for row in rows]
     assert read[0][0] == read[1][0]
-    first, other, again = (Prompt.of(*pair) for pair in read)
-    assert first == again != other and hash(first) == hash(again)
+    first, second, again = (Prompt.of(*pair) for pair in read)
+    assert first == again != second and hash(first) == hash(again)
     assert Prompt.of(read[0][0], None) != first
 
 
@@ -125,12 +125,12 @@ def test_what_reads_text_alone_refuses_images_by_name(folder, tokenizer):
     with pytest.raises(UnusableRow, match="column images"):
         asyncio.run(tools.run(opened, engine, Sampling(), 0))
     parts = [{"role": "user", "content": [{"type": "image", "path": "wide.png"}]}]
-    other = open_tokenizer(folder)
-    other.image_format = None
-    [refused] = open_rows(folder, other, {"messages": parts})
+    text_tokenizer = open_tokenizer(folder)
+    text_tokenizer.image_format = None
+    [refused] = open_rows(folder, text_tokenizer, {"messages": parts})
     assert isinstance(refused, UnreadableRow) and "image" in refused.reason
     with pytest.raises(UnusableRow, match="column images"):
-        SingleTurn(other).read(open_rows(folder, other, row)[0])
+        SingleTurn(text_tokenizer).read(open_rows(folder, text_tokenizer, row)[0])
 
 
 def test_a_broken_image_makes_its_prompt_unreadable(folder, tokenizer):

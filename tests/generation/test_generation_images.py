@@ -34,14 +34,15 @@ class Pictures:
         self.arrays = draw_images(SHAPES[name], self.patch)
 
     def place(self, number):
-        """The image of an array."""
+        """Return the image of an array."""
         high, wide, _ = self.arrays[number].shape
         patches = (high // self.patch) * (wide // self.patch)
         key = f"{number:064x}"
         return Image(key, (wide, high), patches, patches // self.merge**2, b"")
 
     def prompt(self, seed, *parts):
-        """Tokens of texts (their lengths) and of images (arrays by name), and their images."""
+        """Return (tokens, images in their places). parts: lengths of texts, and indices of arrays
+        as strings."""
         rng, tokens, slot, images = np.random.default_rng(seed), [], [], []
         for part in parts:
             if isinstance(part, int):
@@ -55,7 +56,7 @@ class Pictures:
             images.append(image)
         return tokens, PlacedImages(tuple(images), np.array(slot, np.int32)) if images else None
 
-    # What makes patches: packing.pack.ImagePacker
+    # As packing.pack.ImagePacker.
     row_patches = None
 
     def bucket(self, rows):
@@ -68,26 +69,26 @@ class Pictures:
         ]
         return pack_images(listed, self.patch, self.merge, num_patches)
 
-    def forward(self, theirs, tokens, placed):
-        """Logits [n, V] of torch."""
+    def forward(self, reference, tokens, placed):
+        """Return the logits [n, V] of torch."""
         inputs = {"input_ids": np.array(tokens)[None]}
         if placed is not None:
             arrays = [self.arrays[int(image.key, 16)] for image in placed.images]
             inputs = processed(self.raw, np.array(tokens), arrays)
         inputs = {key: torch.from_numpy(value) for key, value in inputs.items()}
         with torch.no_grad():
-            return theirs(use_cache=False, **inputs).logits[0].double().numpy()
+            return reference(use_cache=False, **inputs).logits[0].double().numpy()
 
 
 @functools.cache
 def open_models(name):
-    """The model of transformers, and of its folder."""
+    """Return the model of transformers, and ours of its folder."""
     import tempfile
 
-    theirs = make_torch(VISION[name])
+    reference = make_torch(VISION[name])
     with tempfile.TemporaryDirectory() as folder:
-        theirs.save_pretrained(folder)
-        return theirs, loading.load(folder)
+        reference.save_pretrained(folder)
+        return reference, loading.load(folder)
 
 
 def open_sampler(name, **options):
@@ -97,9 +98,9 @@ def open_sampler(name, **options):
     return sampler
 
 
-def check_greedy(pictures, theirs, tokens, placed, answer):
-    """Each token is torch's most probable one that is no image, with torch's log-prob."""
-    logits = pictures.forward(theirs, [*tokens, *answer.tokens], placed)
+def check_greedy(pictures, reference, tokens, placed, answer):
+    """Require torch's most probable tokens that stand for no image, and their log-probs."""
+    logits = pictures.forward(reference, [*tokens, *answer.tokens], placed)
     logits = logits[len(tokens) - 1 : -1]
     shifted = logits - logits.max(-1, keepdims=True)
     logp = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
@@ -124,7 +125,7 @@ def check_greedy(pictures, theirs, tokens, placed, answer):
 def test_greedy_answers_are_those_of_transformers(name, monkeypatch):
     """Prompts of several lengths in one batch: two images, one, one at the end, none; and the
     text of another prompt with another picture."""
-    theirs, _ = open_models(name)
+    reference, _ = open_models(name)
     pictures, sampler = Pictures(name), open_sampler(name)
     prompts = [
         pictures.prompt(1, 3, "0", 8, "1", 30),
@@ -147,7 +148,7 @@ def test_greedy_answers_are_those_of_transformers(name, monkeypatch):
     seen = sum(int((np.asarray(x.until) - np.asarray(x.since) > 1).any(1).sum()) for x in towers)
     assert seen == 5, "the tower reads the images of a prompt once"
     for (tokens, placed), answer in zip(group, answers, strict=True):
-        check_greedy(pictures, theirs, tokens, placed, answer)
+        check_greedy(pictures, reference, tokens, placed, answer)
     assert answers[0].tokens == answers[6].tokens
     assert prompts[4][0] == prompts[5][0] and answers[4].logprobs != answers[5].logprobs
 
