@@ -254,7 +254,7 @@ def test_the_longest_chain_of_imports():
     assert len(longest) <= MAX_IMPORT_CHAIN, f"{len(longest)}: {' -> '.join(longest)}"
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_method_is_removed_by_removing_its_folder(tmp_path):
     """SFT, preferences and RL train without methods/ebft and everything that it has declared."""
     shutil.copytree(ROOT / "jaxtrain", tmp_path / "jaxtrain")

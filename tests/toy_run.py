@@ -55,8 +55,8 @@ ARCHITECTURE = {
 
 
 def save_model(folder: Path, **changes: object) -> None:
-    """Write a Hugging Face folder of random weights with the built-in tokenizer. changes: of the
-    architecture."""
+    """Write a Hugging Face folder of random weights with the built-in tokenizer. changes: keys of
+    its config.json."""
     config = families.config_from_hf(ARCHITECTURE | changes)
     saving.save(build.init(config, 0), config, folder)
     load_tokenizer("builtin").save_pretrained(folder)

@@ -82,8 +82,8 @@ def test_the_start_is_the_identity(dora, scan):
     [
         (True, True),
         *(
-            pytest.param(*one, marks=pytest.mark.slow)
-            for one in [(False, False), (False, True), (True, False)]
+            pytest.param(*flags, marks=pytest.mark.slow)
+            for flags in [(False, False), (False, True), (True, False)]
         ),
     ],
 )

@@ -47,7 +47,7 @@ def multiply(values, path, slot):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "case"),
-    [*SLOW, *(pytest.param(*each, marks=pytest.mark.thorough) for each in THOROUGH)],
+    [*SLOW, *(pytest.param(*pair, marks=pytest.mark.thorough) for pair in THOROUGH)],
 )
 def test_adapters_of_each_part_are_those_of_peft(name, case, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed on this Python")

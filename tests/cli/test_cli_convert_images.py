@@ -68,8 +68,8 @@ def test_families_that_read_no_images_are_named(tmp_path):
     source = trl.parse_command(VLM.format(SMOL))
     conversion = trl.convert(source)
     assert conversion.get("model.vision.train") == "all" and check(conversion) is None
-    other = check(trl.convert({**source, "model_name_or_path": "some/text-1b"}))
-    assert "command: the model reads no images" in other and "smolvlm" in other
+    refusal = check(trl.convert({**source, "model_name_or_path": "some/text-1b"}))
+    assert "command: the model reads no images" in refusal and "smolvlm" in refusal
     # A name longer than a file's is looked up in no folder; without any, no model is judged.
     assert "reads no images" in check(trl.convert({**source, "model_name_or_path": "x" * 300}))
     assert find_missing_families(None) is None

@@ -49,7 +49,7 @@ project = "p"
 def test_prime_rl_sources_and_overlays(tmp_path):
     """A source is a dataset with its environment, and a later file replaces keys of the first."""
     overlay = "max_steps = 7\n[trainer.optim]\nlr = 1e-5\n"
-    code, ours, output = run(tmp_path, {"base.toml": SOURCES, "over.toml": overlay})
+    code, table, output = run(tmp_path, {"base.toml": SOURCES, "over.toml": overlay})
     assert code == 0, output.read_text()
     config = load_config(output)
     sort, swe = config.data.datasets
@@ -85,12 +85,12 @@ def rounds(**orchestrator):
 
 
 def test_a_model_and_an_environment_of_their_own_files(tmp_path):
-    """`rl @ model.toml @ env.toml` there; a file of two processes is one of a run, too."""
+    """Join files as prime-rl's `rl @ model.toml @ env.toml` does; either alone is not enough."""
     model = 'seq_len = 4096\n[model]\nname = "m"\n[orchestrator]\nbatch_size = 32\ngroup_size = 8\n'
     environment = '[[orchestrator.train.source]]\nname = "s"\nenv.taskset.id = "s"\n'
-    code, ours, _ = run(tmp_path, {"model.toml": model, "env.toml": environment})
-    assert code == 0 and ours["rollout"] == {"group_size": 8, "prompts_per_step": 4}
-    assert ours["env"]["verifiers"] == {"taskset": "s"}
+    code, table, _ = run(tmp_path, {"model.toml": model, "env.toml": environment})
+    assert code == 0 and table["rollout"] == {"group_size": 8, "prompts_per_step": 4}
+    assert table["env"]["verifiers"] == {"taskset": "s"}
     # Either by itself names what is missing.
     for name, file in (("orchestrator.train.source", "model.toml"), ("model", "env.toml")):
         conversion = SYSTEMS["prime-rl"].convert(tomllib.loads((tmp_path / file).read_text()))
@@ -105,16 +105,16 @@ def test_files_of_single_processes(tmp_path):
         "[model.lora]\nrank = 4\n",
         "server.toml": 'address = "tcp://127.0.0.1:5000"\n[env]\nname = "s"\n',
     }
-    code, ours, _ = run(tmp_path, files)
-    assert code == 0 and len(ours["data"]["datasets"]) == 1
-    assert (ours["optim"]["learning_rate"], ours["adapter"]["rank"]) == (3e-5, 4)
-    assert ours["rollout"]["router_replay"] is True
+    code, table, _ = run(tmp_path, files)
+    assert code == 0 and len(table["data"]["datasets"]) == 1
+    assert (table["optim"]["learning_rate"], table["adapter"]["rank"]) == (3e-5, 4)
+    assert table["rollout"]["router_replay"] is True
 
 
-@pytest.mark.parametrize("place", ["train", "orchestrator"])
-def test_a_method_counts_wherever_it_stands(place):
+@pytest.mark.parametrize("section", ["train", "orchestrator"])
+def test_a_method_counts_wherever_it_stands(section):
     algorithm = {"algo": {"type": "opd", "teacher": {"name": "t"}}}
-    keys = rounds(train=algorithm) if place == "train" else rounds(**algorithm)
+    keys = rounds(train=algorithm) if section == "train" else rounds(**algorithm)
     conversion = convert("prime-rl", **keys)
     assert conversion.get("task.kind") == "distillation"
     assert conversion.get("task.teacher.path") == "t" and not conversion.missed
@@ -255,7 +255,7 @@ env.agent.harness.id = "null"
 
 
 def test_an_evaluation_of_its_own(tmp_path, capsys):
-    code, ours, output = run(tmp_path, {"eval.toml": EVALUATION})
+    code, table, output = run(tmp_path, {"eval.toml": EVALUATION})
     printed = capsys.readouterr().out
     assert code == 0 and "jaxtrain eval --config" in printed
     # Its answers would be those of other weights.
@@ -281,8 +281,8 @@ def test_the_file_of_a_server_is_refused():
 def test_prime_rl_files_that_inherit(tmp_path):
     child = 'toml_files = ["base.toml"]\nmax_steps = 3\n'
     (tmp_path / "base.toml").write_text(SOURCES)
-    code, ours, _ = run(tmp_path, {"child.toml": child})
-    assert code == 0 and ours["run"]["max_steps"] == 3 and len(ours["data"]["datasets"]) == 2
+    code, table, _ = run(tmp_path, {"child.toml": child})
+    assert code == 0 and table["run"]["max_steps"] == 3 and len(table["data"]["datasets"]) == 2
 
 
 def test_prime_rl_teachers_and_data():
@@ -294,10 +294,10 @@ def test_prime_rl_teachers_and_data():
     assert conversion.get("task.teacher") == teacher and conversion.get("task.on_policy_share") == 1
     orchestrator["algo"] = {"type": "sft"}
     orchestrator["eval"] = {"source": [{"env": env}], "sampling": {"top_p": 0.9}}
-    other = SYSTEMS["prime-rl"].convert({"model": {"name": "m"}, "orchestrator": orchestrator})
+    refused = SYSTEMS["prime-rl"].convert({"model": {"name": "m"}, "orchestrator": orchestrator})
     with pytest.raises(UserError, match="data.datasets is empty"):
-        validate_config(other.table, "it")  # no RL in the place of another method
-    assert {"eval.sampling.top_p", "orchestrator.algo.type"} <= {key for key, *_ in other.missed}
+        validate_config(refused.table, "it")  # no RL in the place of another method
+    assert {"eval.sampling.top_p", "orchestrator.algo.type"} <= {key for key, *_ in refused.missed}
     data = {"name": "d", "subsets": ["a"], "splits": ["train[:9]"], "seq_len": 64, "batch_size": 4}
     conversion = convert("prime-rl", model={"name": "m"}, max_steps=3, data=data)
     assert conversion.get("data") == {

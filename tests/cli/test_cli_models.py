@@ -34,7 +34,7 @@ def describe(capsys, path, *words) -> tuple[int, dict]:
 
 @pytest.fixture
 def tiny(tmp_path):
-    """A config.json alone, which is all that the verb reads of it."""
+    """Path of a config.json in an otherwise empty folder."""
     path = tmp_path / "config.json"
     path.write_text(json.dumps(TINY))
     return path

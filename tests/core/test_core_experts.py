@@ -101,7 +101,7 @@ def read_lines(folder):
     return [line for line in lines if "loss" in line]
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_policy_is_trained_where_its_tokens_went(tmp_path):
     """With the weights that drew them the routers choose the same: nothing goes astray between
     sampler, trees, minibatches and the pass that is differentiated."""
@@ -113,7 +113,7 @@ def test_a_policy_is_trained_where_its_tokens_went(tmp_path):
     assert found == pytest.approx([1.0, 1.0])
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_bias_moves_by_its_rate_and_is_refused_beside_an_adapter(tmp_path, capsys):
     task = '[task]\nkind = "sft"\n[optim]\nlearning_rate = 1e-3\nweight_decay = 0.1\n'
     path = write_config(tmp_path, "glm4_moe", task, "[checkpoint]\nevery = 2\n")

@@ -94,7 +94,9 @@ def assert_same(left, right, tolerance):
         np.testing.assert_allclose(value / scale, right[path] / scale, atol=tolerance, err_msg=path)
 
 
-@pytest.mark.parametrize("microsteps", [2, pytest.param(8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "microsteps", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (4, 8))]
+)
 def test_accumulation_equals_the_large_batch(microsteps):
     batch = documents_batch()
     whole, whole_out = run_step(batch)

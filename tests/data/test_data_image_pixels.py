@@ -76,7 +76,7 @@ def odd_files():
 
 
 def unblock(patches, form):
-    """float32 [tiles, 3, side, side] of patches, each in its place by row and column."""
+    """Return float32 [tiles, 3, side, side]: patches put in their places by row and column."""
     p, side = form.patch, form.patch * int(patches.grid[0, 0])
     tiles = np.zeros((len(set(patches.since.tolist())), 3, side, side), np.float32)
     starts = sorted(set(patches.since.tolist()))

@@ -96,7 +96,7 @@ def path_of(tree, end, label):
     return np.concatenate([label(tree.nodes[i]) for i in tree.root_path(end)])
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=150, deadline=None)
 @given(groups(), st.sampled_from(["all", "context"]))
 def test_merging_keeps_every_sequence_and_every_weight(branches, share):
     trees = merge_prefixes(branches, share=share)

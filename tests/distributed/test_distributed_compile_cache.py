@@ -137,7 +137,7 @@ def write_config(tmp_path, table):
 @pytest.mark.thorough
 @pytest.mark.parametrize("table", [SFT, RL], ids=["sft", "grpo"])
 def test_the_same_command_again_compiles_nothing(table, tmp_path):
-    """In another process, with another folder for its output."""
+    """Start the second run in another process, with another folder for its output."""
     config = write_config(tmp_path, table)
     first, read_at_first = count_programs(config, tmp_path / "one", tmp_path / "cache")
     again, read_again = count_programs(config, tmp_path / "two", tmp_path / "cache")

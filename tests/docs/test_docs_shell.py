@@ -126,7 +126,7 @@ def test_ranges_are_compared():
     assert not find_line("held-out reward: {5..7}", output)
 
 
-@pytest.mark.thorough  # two short runs and twenty commands on their models
+@pytest.mark.slow  # two short runs and twenty commands on their models
 def test_commands_run(tmp_path):
     blocks = [block for block in BLOCKS if "{by-hand}" not in block.tags]
     write_files(tmp_path, {block.page for block in blocks})

@@ -421,7 +421,7 @@ PIECES = ["<think>", "</think>", "\n", "<tool_call>", "</tool_call>", "{", "}", 
 PIECES += [" ", "<function=f>", "<parameter=p>", "</parameter>", "</function>", "é", "[" * 30]
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from(PIECES), max_size=12).map("".join), min_size=1, max_size=4),
     st.lists(st.booleans(), min_size=4, max_size=4),

@@ -18,7 +18,7 @@ from jaxtrain.environments.sandbox.peer import (
 from jaxtrain.environments.sandbox.remote_handle import RemoteHandle
 from jaxtrain.environments.sandbox.tester import TestPeer
 
-BOUNDED = settings(max_examples=30, deadline=None)
+BOUNDED = settings(max_examples=60, deadline=None)
 KINDS = ["value", "error", "mine", "yours", "import", "type", "int", "slice", "timedelta", "call"]
 KINDS += [*MANY, *DICTS, *NUMBERS, *DATES, "bytes", "Fraction", "...", "get"]
 scalars = st.one_of(

@@ -115,7 +115,7 @@ main(sys.argv[1:])
 """
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_a_killed_command_goes_on_with_any_dataset(tmp_path, capsys):
     model = save(families.config_from_hf(TARGET), 0, tmp_path / "target")
     text = "id,question\n" + "".join(f"{i},What is {i} + {i}?\n" for i in range(12))

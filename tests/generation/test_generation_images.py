@@ -34,14 +34,15 @@ class Pictures:
         self.arrays = draw_images(SHAPES[name], self.patch)
 
     def place(self, number):
-        """The image of an array."""
+        """Return the image of an array."""
         high, wide, _ = self.arrays[number].shape
         patches = (high // self.patch) * (wide // self.patch)
         key = f"{number:064x}"
         return Image(key, (wide, high), patches, patches // self.merge**2, b"")
 
     def prompt(self, seed, *parts):
-        """Tokens of texts (their lengths) and of images (arrays by name), and their images."""
+        """Return (tokens, images in their places). parts: lengths of texts, and indices of arrays
+        as strings."""
         rng, tokens, slot, images = np.random.default_rng(seed), [], [], []
         for part in parts:
             if isinstance(part, int):
@@ -55,7 +56,7 @@ class Pictures:
             images.append(image)
         return tokens, PlacedImages(tuple(images), np.array(slot, np.int32)) if images else None
 
-    # What makes patches: packing.pack.ImagePacker
+    # As packing.pack.ImagePacker.
     row_patches = None
 
     def bucket(self, rows):
@@ -81,7 +82,7 @@ class Pictures:
 
 @functools.cache
 def open_models(name):
-    """The model of transformers, and of its folder."""
+    """Return the model of transformers, and ours of its folder."""
     import tempfile
 
     torch_model = make_torch(VISION[name])

@@ -218,13 +218,17 @@ def test_a_worker_that_was_killed_is_replaced(tokenizer):
     assert render(tokenizer, MESSAGES, None, False) == "5"
 
 
-@settings(max_examples=60, deadline=None)
-@given(EXPRESSIONS)
-def test_any_expression_ends(tokenizer, expression):
-    text = (
-        "{% set ns = namespace(x='a') %}{% for i in range(30) %}"
-        "{% set ns.x = " + expression + " %}{% endfor %}{{ ns.x }}"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(chat_template, "SECONDS", 0.1)
+@pytest.mark.parametrize("examples", [60, pytest.param(150, marks=pytest.mark.slow)])
+def test_any_expression_ends(tokenizer, monkeypatch, examples):
+    monkeypatch.setattr(chat_template, "SECONDS", 0.1)
+
+    @settings(max_examples=examples, deadline=None)
+    @given(EXPRESSIONS)
+    def check(expression):
+        text = (
+            "{% set ns = namespace(x='a') %}{% for i in range(30) %}"
+            "{% set ns.x = " + expression + " %}{% endfor %}{{ ns.x }}"
+        )
         try_render(tokenizer, text)
+
+    check()

@@ -124,8 +124,8 @@ def test_surprises_are_refused(change, words):
         families.config_from_hf({**QWEN3, **change})
 
 
-def test_older_names_say_the_same():
-    """Of LFM2's and of Pythia's files, which transformers reads under others."""
+def test_older_names_of_keys_are_read():
+    """Keys of LFM2's and Pythia's files that transformers has other names for."""
     lfm2 = {
         **{"model_type": "lfm2", "num_hidden_layers": 3, "tie_embedding": False},
         **{"full_attn_idxs": [1], "block_ff_dim": 48, "block_use_swiglu": True},

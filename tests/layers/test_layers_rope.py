@@ -57,8 +57,8 @@ def test_alpha_stretches_the_base_where_a_family_knows_it():
 
 
 def test_shares_that_no_family_reads_or_that_are_odd():
-    """Of an odd number of dims transformers rotates whole pairs, with frequencies of that number,
-    if nothing scales them."""
+    """Without scaling, transformers rotates whole pairs of an odd number of dims, with the
+    frequencies of that number."""
     assert "partial_rotary_factor" not in set().union(*OPTIONAL.values())
     rope = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     with pytest.raises(UserError, match="partial_rotary_factor"):

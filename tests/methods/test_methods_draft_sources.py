@@ -110,7 +110,7 @@ QUANTIZED = ("adapter", "task.target")
 AHEAD = ('task.target.source="ahead"', "task.target.queue=1")
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_states_from_other_devices_train_the_same(folder, from_step, monkeypatch, capsys):
     """Two run the target, two train; no more states lie about than the queue and two steps hold."""
     most, fill = 0, OtherDevices.fill

@@ -52,11 +52,7 @@ def test_every_round_begins_at_the_samplers_log_probs(config, tmp_path, monkeypa
         pytest.param(
             ["adapter.kind=lora", "adapter.rank=4", "model.compute_dtype=bfloat16"], id="lora"
         ),
-        pytest.param(
-            ["task.share_prompts=false", "rollout.max_batch=5"],
-            id="flat rows",
-            marks=pytest.mark.thorough,
-        ),
+        pytest.param(["task.share_prompts=false", "rollout.max_batch=5"], id="flat rows"),
     ],
 )
 def test_every_round_is_exact_with(config, tmp_path, words):
@@ -67,7 +63,7 @@ def test_every_round_is_exact_with(config, tmp_path, words):
 
 @pytest.mark.thorough
 def test_a_resumed_run_is_exact_as_users_compile_it(config, tmp_path):
-    """Compiled with XLA's optimizations, which other tests leave out."""
+    """Compile with XLA's optimizations, which other tests leave out."""
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", False)
     try:

@@ -433,7 +433,7 @@ def test_the_replay_buffer_of_a_checkpoint_keeps_sequences_and_rewards_of_turns(
 
 
 class Blank:
-    """`packing.pack.ImagePacker` of pictures without content, 8 patches a row."""
+    """Stand-in for `packing.pack.ImagePacker`: pictures without content, 8 patches a row."""
 
     row_patches = 8
 

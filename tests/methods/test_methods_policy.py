@@ -368,7 +368,7 @@ def test_m2_range_is_the_sorted_rule(seed, threshold):
 
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize("sign", [1.0, -1.0])
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", range(3))
 def test_m2pos_largest_kept_token_keeps_its_whole_gradient(sign, seed, dtype):
     """By hand: a kept token's slope is -A r, whichever it is, and that of a left-out one 0. The
     largest kept one lies on the bound that is made of it."""

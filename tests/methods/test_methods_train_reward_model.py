@@ -139,7 +139,7 @@ def test_score_writes_what_the_exported_model_says_and_keeps_files(pairs, tmp_pa
     assert "reward model" in capsys.readouterr().err
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_adapter_on_a_reward_model_goes_on_from_its_head(pairs):
     folder, run = pairs
     extra = [

@@ -84,6 +84,17 @@ def train(config, folder, *words):
     return {line["step"]: line["loss"] for line in lines if "loss" in line}
 
 
+def save_start(folder, name):
+    """Write a folder of random weights whose images are token 512, the first that is added to the
+    built-in tokenizer, and the settings of its images."""
+    key = "image_token_index" if name == "gemma3" else "image_token_id"
+    raw = {**VISION[name], key: 512}
+    raw["text_config"] = {**raw["text_config"], "vocab_size": 528}
+    architecture = families.config_from_hf(raw)
+    saving.save(build.init(architecture, 0), architecture, folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(FOLDERS[name][2]))
+
+
 def write_rows(folder, kind, colors):
     """Write rows that differ in their pictures alone, each a square of a color."""
     from PIL import Image
@@ -123,15 +134,10 @@ def test_a_run_reads_pixels(kind, tmp_path):
     ],
 )
 def test_a_folder_trains_on_pictures(name, tmp_path):
-    """All parts of the model change, and the settings of the folder's images are exported."""
-    template, tokens, settings = FOLDERS[name]
-    key = "image_token_index" if name == "gemma3" else "image_token_id"
-    raw = {**VISION[name], key: 512}
-    raw["text_config"] = {**raw["text_config"], "vocab_size": 528}
-    architecture = families.config_from_hf(raw)
+    """Require changes in all parts of the model, and the settings of its images in the export."""
+    template, tokens, _ = FOLDERS[name]
     start = tmp_path / "start"
-    saving.save(build.init(architecture, 0), architecture, start)
-    (start / "preprocessor_config.json").write_text(json.dumps(settings))
+    save_start(start, name)
     (tmp_path / "template.jinja").write_text(template)
     config = tmp_path / "config.toml"
     text = (FOLDER + RUN).format(folder=tmp_path, tokens=json.dumps(tokens), kind="sft")

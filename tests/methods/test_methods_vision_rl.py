@@ -6,12 +6,10 @@ import json
 import pytest
 from serving_toy import serving
 from smolvlm_text import TEMPLATE
-from test_methods_vision import FOLDER, FOLDERS, SMOLVLM
-from tiny_vision import VISION
+from test_methods_vision import FOLDER, FOLDERS, SMOLVLM, save_start
 
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.main import main
-from jaxtrain.models import build, families, saving
 from jaxtrain.text_safety import escape_control_chars
 
 RUN = """
@@ -49,7 +47,7 @@ from pathlib import Path
 
 
 def judge(prompts, completions, images, answer):
-    """More for answers whose bytes are close to the picture's name."""
+    """Reward vowels and rows with long answers; note what is judged."""
     for prompt, listed in zip(prompts, images):
         with open(Path(__file__).parent / "seen.jsonl", "a") as file:
             kinds = [part["type"] for part in prompt[-1]["content"]]
@@ -93,15 +91,15 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture(scope="module")
 def smolvlm(tmp_path_factory):
-    """Lines of metrics.jsonl and the output folder, in the folder of the rows."""
+    """(lines of metrics.jsonl, output folder) of a run, beside its rows."""
     folder = tmp_path_factory.mktemp("smolvlm")
     write_rows(folder)
     return run(folder, SMOLVLM, TEMPLATE)
 
 
 def check_run(lines, output):
-    """The sampler computes the log-probs of the trainer: pixels, places and rotations are the same;
-    rewards get parts."""
+    """Require the sampler's log-probs to be the trainer's, as they are for the same pixels, places
+    and rotations; and rewards to get the parts of messages."""
     folder = output.parent
     name = "sampling/sampling_logp_difference/max"
     gaps = [line[name] for line in lines if name in line]
@@ -122,12 +120,8 @@ def test_a_run_draws_answers_to_pictures(smolvlm):
 
 
 def test_a_run_of_qwen_draws_answers_to_pictures(tmp_path):
-    template, tokens, settings = FOLDERS["qwen3_vl"]
-    raw = {**VISION["qwen3_vl"], "image_token_id": 512}
-    raw["text_config"] = {**raw["text_config"], "vocab_size": 528}
-    architecture = families.config_from_hf(raw)
-    saving.save(build.init(architecture, 0), architecture, tmp_path / "start")
-    (tmp_path / "start" / "preprocessor_config.json").write_text(json.dumps(settings))
+    template, tokens, _ = FOLDERS["qwen3_vl"]
+    save_start(tmp_path / "start", "qwen3_vl")
     write_rows(tmp_path)
     model = FOLDER.replace("{tokens}", json.dumps(tokens))
     check_run(*run(tmp_path, model, template))
@@ -202,8 +196,8 @@ def test_a_server_answers_messages_with_data_urls(smolvlm):
     with serving(model.tokenizer, engine, vocab_size=model.vocab_size, max_model_len=100) as server:
         replies = [ask(server, read(number)) for number in (0, 2, 0)]
         assert [status for status, _ in replies] == [200] * 3
-        first, other, again = ([c["logprobs"] for c in body["choices"]] for _, body in replies)
-        assert first == again != other
+        first, second, again = ([c["logprobs"] for c in body["choices"]] for _, body in replies)
+        assert first == again != second
         likely = ask(server, read(0), top_logprobs=2)[1]["choices"][0]["logprobs"]["content"]
         assert [t["logprob"] for t in likely] == [t["logprob"] for t in first[0]["content"]]
         for best in likely:

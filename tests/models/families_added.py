@@ -1,4 +1,4 @@
-"""Families of mechanisms that other files test one by one, in other combinations."""
+"""Families that combine mechanisms which the families of other files have one by one."""
 
 EPS = {"rms_norm_eps": 1e-3}
 WINDOWS = ["sliding_attention", "full_attention"]

@@ -141,7 +141,7 @@ def test_sharded_load_init_save_equal_one_device(sizes, tmp_path):
 
 
 def test_parameters_drawn_one_by_one_are_those_of_the_whole_model():
-    """Compare them whole and by layer, on a mesh."""
+    """Draw them on a mesh, kernels layer by layer."""
     config, mesh = families.config_from_hf(RAW["qwen3"]), make_mesh(fsdp=2, tensor=2)
     expected, _ = split_model(build.init(config, 5, mesh=mesh))
     kernels = {path for path in expected if path.startswith("stack.") and "kernel" in path}

@@ -25,7 +25,7 @@ KEYS = {
         "original_max_position_embeddings": ORIGINAL,
     },
 }
-"""Of rope_parameters, by their type. A head of 8 dims has four pairs."""
+"""Keys of rope_parameters by rope_type. A head of 8 dims has four pairs."""
 CHOSEN = [("llama", "dynamic")]
 CASES = [
     *(("llama", kind) for kind in ("linear", "longrope")),
@@ -44,7 +44,7 @@ CASES = [
     ],
 )
 def test_longer_contexts_are_those_of_transformers(name, kind, tmp_path):
-    """A text as long as the run's rows, which dynamic NTK and LongRoPE are chosen by."""
+    """Compare a text as long as the run's rows, by which dynamic NTK and LongRoPE choose."""
     raw = {key: value for key, value in FAMILIES[name].items() if not key.startswith("rope_")}
     # NTK alone goes beyond max_position_embeddings.
     longest = ORIGINAL if kind == "dynamic" else 4 * ORIGINAL

@@ -138,7 +138,7 @@ def leaves(model) -> dict[str, np.ndarray]:
 
 
 def within_layers(name: str) -> str:
-    """The name behind "layers.", or what else a family calls them."""
+    """Return what follows "layers." or "h." in a tensor's name."""
     return re.split(r"\.(?:layers|h)\.", name, maxsplit=1)[-1]
 
 

@@ -162,7 +162,7 @@ def test_transformers_reads_the_same_weights(tmp_path, architecture):
     np.testing.assert_allclose(q.astype(np.float32), want, atol=1e-3)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_an_adapter_names_a_base_that_peft_opens(tmp_path):
     make(tmp_path / "model", "Qwen3ForCausalLM")
     tokenizer = load_tokenizer(str(tmp_path / "model"))

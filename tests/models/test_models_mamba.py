@@ -236,12 +236,13 @@ def test_a_norm_of_groups_is_behind_its_gate():
     np.testing.assert_allclose(actual, expected.reshape(12) * scale, rtol=2e-6)
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
         ("nemotron_h", {"tensor": 2, "fsdp": 2}),
-        ("nemotron_h_moe", {"tensor": 2, "context": 2}),  # one group, which four devices share
+        # One group, which four devices share.
+        pytest.param("nemotron_h_moe", {"tensor": 2, "context": 2}, marks=pytest.mark.thorough),
         pytest.param("granitemoehybrid", {"context": 2, "expert": 2}, marks=pytest.mark.thorough),
     ],
     ids=str,

@@ -159,7 +159,7 @@ class Sequence:
 
 
 def draw_images(shapes, patch: int) -> list[np.ndarray]:
-    """Return images uint8 [H, W, 3], shapes in rows and columns of patches."""
+    """Return images uint8 [H, W, 3]; shapes: (rows, columns) of patches."""
     rng = np.random.default_rng(7)
     return [rng.integers(0, 256, (h * patch, w * patch, 3), np.uint8) for h, w in shapes]
 
@@ -238,8 +238,8 @@ def make_batch(raw) -> tuple[Batch, list[Sequence], list[np.ndarray]]:
 
 
 def processed(raw, tokens, images) -> dict[str, np.ndarray]:
-    """Arguments of the model of transformers for tokens [n] with images, as its processor would
-    make them."""
+    """Return arguments of the model of transformers for tokens [n] with images, as its processor
+    makes them."""
     return {"input_ids": np.array(tokens, np.int64)[None], **_process(raw, tokens, images)}
 
 

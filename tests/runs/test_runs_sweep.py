@@ -321,7 +321,7 @@ def test_axolotls_form(tmp_path, write, capsys):
     assert code == 2 and "load_in_8bit_please" in output and "no counterpart" in output
 
 
-@pytest.mark.thorough
+@pytest.mark.slow
 def test_two_real_runs(tmp_path):
     """From the command line, with models that train in milliseconds."""
     (tmp_path / "rows.jsonl").write_text('{"text": "one two three"}\n' * 8)
