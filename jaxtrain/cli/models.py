@@ -29,7 +29,7 @@ METHODS: dict[str, tuple[dict[str, str], str]] = {
 
 def run_models(argv: list[str]) -> int:
     """List the supported model families; or, for a model folder or a config.json: whether it is
-    supported, its layers, and what training it by each method takes of one device's memory. Exit
+    supported, its layers, and what SFT, DPO and GRPO of it take of one device's memory. Exit
     code 2 where it is not supported."""
     from jaxtrain.config import ModelConfig
 
