@@ -198,8 +198,8 @@ class OptimConfig(Section):
     schedule_free_adamw takes its gradients."""
     beta2: float = Field(0.999, ge=0, lt=1)
     """Second-moment decay (adamw, schedule_free_adamw, lion, and muon's adamw)."""
-    eps: float = Field(1e-8, gt=0, le=1)
-    """Term that keeps adamw's division finite."""
+    eps: float = Field(1e-8, ge=1.2e-38, le=1)
+    """Term that keeps adamw's division finite; a smaller one would be 0 in float32."""
     moments: Literal["params", "float32", "bfloat16", "int8", "int4"] = "params"
     """What moments or momentum (of every optimizer but adafactor) are stored as between steps: as
     the parameters are (model.param_dtype), or in 4, 2, about 1 or about half a byte each. bfloat16

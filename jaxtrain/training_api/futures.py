@@ -57,6 +57,8 @@ class Entry:
     result: Result | None = None
     ran: bool = True
     """False if it has ended without being run."""
+    restarts: int = 0
+    """Servers that have begun to run it again, after one that was killed."""
     read_at: float | None = None
     """Time at which its result was first read."""
     ended_at: float | None = None
@@ -81,6 +83,10 @@ class Entry:
         header = {"result": self.seq_id, "kind": self.result.kind, "ran": self.ran}
         return Record(header, self.result.body)
 
+    def restart_record(self) -> Record:
+        """Return the number of restarts for the log."""
+        return Record({"restarts": self.restarts, "of": self.seq_id})
+
 
 def read_entries(records: list[Record]) -> tuple[dict[int, Entry], list[int]]:
     """Return (the entries of a model's log by number, the numbers in the order of their ends)."""
@@ -94,6 +100,8 @@ def read_entries(records: list[Record]) -> tuple[dict[int, Entry], list[int]]:
             entry = Entry(**header["request"], payload=payload)
             entry.logged.set()
             entries[entry.seq_id] = entry
+        elif "restarts" in header:
+            entries[header["of"]].restarts = header["restarts"]
         else:
             entry = entries[header["result"]]
             entry.ran = header["ran"]

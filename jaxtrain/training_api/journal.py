@@ -2,7 +2,7 @@
 
 A record is a JSON header and bytes, behind their lengths and a checksum. A process that is killed
 while it writes leaves a torn record at the end, which the next one cuts off: no client has had an
-answer to it.
+answer to it. A record that is damaged before whole ones is an error: those were answered.
 """
 
 import io
@@ -15,7 +15,11 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from jaxtrain.errors import UserError
+
 LENGTHS = struct.Struct("<III")
+HEADER = b'{"'
+"""Beginning of every header."""
 
 
 class Record(NamedTuple):
@@ -70,13 +74,20 @@ class Journal:
             sync_folder(self.path.parent)
 
     def read(self) -> list[Record]:
-        """Return all records, and cut off a torn one at the end."""
+        """Return all records, and cut off a torn one at the end. UserError for a damaged one that
+        whole ones follow."""
         raw = self.path.read_bytes()
         records, end = [], 0
         for record, stop in decode(raw):
             records.append(record)
             end = stop
         if end < len(raw):
+            if (later := find_record(raw, end)) is not None:
+                raise UserError(
+                    f"{self.path}: record {len(records) + 1}, at byte {end:,}, is damaged, and a"
+                    f" whole one follows at byte {later:,}; restore the file from a copy, or move"
+                    " its folder away to go on without what it holds"
+                )
             with self._lock:
                 os.ftruncate(self._file.fileno(), end)
                 os.fsync(self._file.fileno())
@@ -96,9 +107,8 @@ def encode(record: Record) -> bytes:
     return LENGTHS.pack(len(header), len(record.payload), checksum) + header + record.payload
 
 
-def decode(raw: bytes) -> Iterator[tuple[Record, int]]:
-    """Yield each whole record and its end."""
-    end = 0
+def decode(raw: bytes, end: int = 0) -> Iterator[tuple[Record, int]]:
+    """Yield each whole record from a place on, and its end."""
     while len(raw) - end >= LENGTHS.size:
         header_size, payload_size, checksum = LENGTHS.unpack_from(raw, end)
         start = end + LENGTHS.size
@@ -110,6 +120,15 @@ def decode(raw: bytes) -> Iterator[tuple[Record, int]]:
             return
         yield Record(json.loads(header), payload), stop
         end = stop
+
+
+def find_record(raw: bytes, start: int) -> int | None:
+    """Return where the first whole record behind a damaged one begins; None: there is none."""
+    while (header := raw.find(HEADER, start + 1 + LENGTHS.size)) >= 0:
+        start = header - LENGTHS.size
+        if next(decode(raw, start), None) is not None:
+            return start
+    return None
 
 
 def sync_folder(folder: Path) -> None:

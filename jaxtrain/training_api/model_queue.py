@@ -25,6 +25,7 @@ from jaxtrain.text_safety import escape_control_chars
 from jaxtrain.training_api.futures import ERROR, SERVER, USER, Entry, Result, read_entries
 from jaxtrain.training_api.journal import Journal, Record
 from jaxtrain.training_api.operations import Operations
+from jaxtrain.training_api.trainer import TrainedModel
 
 FAIL_WITH_EFFECT = ("create_model", "optim_step")
 """Operations that change something even where they fail: the reason why there is no model, and the
@@ -32,6 +33,8 @@ gradients, which are dropped."""
 GAP_SECONDS = 60.0
 """Longest wait of a request for one with a lower number."""
 MAX_WAITING, MAX_SEQ_ID = 1024, 2**31 - 1
+MAX_RESTARTS = 8
+"""Servers that may end while they run a request again; the next one refuses it."""
 SNAPSHOT_SECONDS, SNAPSHOT_BYTES = 60.0, 1 << 28
 """A step that ends that long after the last snapshot is followed by one; a request that begins when
 the log has grown by that much is preceded by one, unless there are gradients for a step."""
@@ -46,12 +49,20 @@ class ModelQueue:
 
     def __init__(self, operations: Operations, journal: Journal, thread: ThreadPoolExecutor):
         self.operations, self.journal, self.thread = operations, journal, thread
-        self.entries, self._order = read_entries(journal.read())
-        self.waiting = {seq: entry for seq, entry in self.entries.items() if entry.result is None}
-        """Requests that have not ended, by number."""
-        self.next_seq = max(self._order, default=-1) + 1
         self.broken = ""
         """Reason why the model cannot be opened; empty: it can."""
+        records = []
+        try:
+            records = journal.read()
+        except UserError as error:
+            self.broken = str(error)
+            print(escape_control_chars(self.broken), file=sys.stderr)
+        self.entries, self._order = read_entries(records)
+        self.waiting = {seq: entry for seq, entry in self.entries.items() if entry.result is None}
+        """Requests that have not ended, by number."""
+        self._interrupted = set(self.waiting)
+        """Numbers of requests that an earlier server may have been running when it ended."""
+        self.next_seq = max(self._order, default=-1) + 1
         self._loaded, self._loading = False, asyncio.Lock()
         self._read: deque[tuple[float, Entry]] = deque()
         self._snapshot_at, self._snapshot_size = time.monotonic(), 0
@@ -71,6 +82,11 @@ class ModelQueue:
             await asyncio.get_running_loop().run_in_executor(self.thread, lambda: None)
         self.journal.close()
 
+    def check(self) -> None:
+        """Raise RequestRefused for a model that cannot be opened."""
+        if self.broken:
+            raise RequestRefused(409, f"the model cannot be opened: {self.broken}", "model_id")
+
     async def submit(self, seq_id: Any, operation: str, payload: bytes) -> Entry:
         """Accept a request; the same one again is the same entry. RequestRefused."""
         if type(seq_id) is not int or not 0 <= seq_id <= MAX_SEQ_ID:
@@ -86,8 +102,7 @@ class ModelQueue:
             await entry.logged.wait()
             if self.entries.get(seq_id) is entry:
                 return entry
-        if self.broken:
-            raise RequestRefused(500, f"the model cannot be opened: {self.broken}")
+        self.check()
         if len(self.waiting) >= MAX_WAITING:
             raise RequestRefused(429, f"{MAX_WAITING:,} requests of this model are waiting")
         entry = Entry(f"{self.operations.model_id}/{seq_id}", seq_id, operation, digest, payload)
@@ -130,7 +145,7 @@ class ModelQueue:
             try:
                 await self.load()
                 if entry.result is None:
-                    await self._end(entry, await self._in_thread(self._run, entry))
+                    await self._end(entry, await self._in_thread(self._run_counted, entry))
             # What _open has printed; a later server may succeed, so the log is left as it is.
             except Exception as error:
                 self.broken = f"{type(error).__name__}: {error}"
@@ -138,6 +153,18 @@ class ModelQueue:
                     waiting.end(self._lost())
             self.next_seq = entry.seq_id + 1
             self._forget_read()
+
+    async def show(self) -> TrainedModel | None:
+        """Return the model, brought into memory; None: it was not created. RequestRefused for one
+        that cannot be opened."""
+        self.check()
+        try:
+            await self.load()
+        # What _open has printed.
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            raise RequestRefused(409, f"the model cannot be opened: {cause}", "model_id") from None
+        return self.operations.model
 
     async def load(self) -> None:
         """Bring the model into memory, as it was when the log ended; errors of opening it are
@@ -224,6 +251,22 @@ class ModelQueue:
         loop = asyncio.get_running_loop()
         return await asyncio.shield(loop.run_in_executor(self.thread, work, *args))
 
+    def _run_counted(self, entry: Entry) -> Result:
+        """Run a request unless it has ended too many servers."""
+        if entry.seq_id not in self._interrupted:
+            return self._run(entry)
+        if entry.restarts >= MAX_RESTARTS:
+            cause = (
+                f"{entry.operation} of seq_id {entry.seq_id} is refused: {entry.restarts + 1}"
+                " servers ended while they ran it, as one does that the system kills for memory or"
+                " that a program on the device ends; shorter data or a larger machine may help"
+            )
+            print(f"{self.operations.model_id}: {cause}", file=sys.stderr)
+            return self._fail(entry, Result.error(cause, SERVER))
+        entry.restarts += 1
+        self.journal.append(entry.restart_record())
+        return self._run(entry)
+
     def _run(self, entry: Entry) -> Result:
         """Run a request; called by the device's thread."""
         # Before and not after: whatever fills the log, forward passes that are followed by no step
@@ -284,6 +327,8 @@ class ModelQueue:
         # its record is appended to the new log.
         for entry in list(self.entries.values()):
             yield entry.request_record()
+            if entry.restarts and entry.result is None:
+                yield entry.restart_record()
         for seq_id in list(self._order):
             yield self.entries[seq_id].result_record()
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -117,13 +118,18 @@ class Operations:
             if self.model is not None and self.model.kind is not kind:
                 raise UserError(f"path {show(body['path'])} trains {saved.lora}, another kind")
             state, _ = self.store.read_state(saved.folder, kind)
+            dropped = self.pending
             self.model = TrainedModel(kind, state)
             if not body.get("optimizer"):
                 self.model.renew_optimizer()
         except UserError as error:
             self._failed = str(error)
             raise
-        return {"path": body["path"], "model_id": self.model_id, "type": "load_weights"}
+        answer = {"path": body["path"], "model_id": self.model_id, "type": "load_weights"}
+        if dropped:
+            print(f"{self.model_id}: load_weights drops gradients that had no step", file=sys.stderr)
+            answer["warning"] = "gradients that had no optim_step were dropped"
+        return answer
 
     def _check_base(self, name: Any) -> None:
         if name != self.name:

@@ -12,7 +12,7 @@ import sys
 import time
 import traceback
 import uuid
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -84,7 +84,9 @@ class TrainingApi:
             else:
                 self.sampling[header["sampling"]] = header["path"]
         self.models: dict[str, ModelQueue] = {}
-        self.samples: OrderedDict[str, Entry] = OrderedDict()
+        self.samples: dict[str, Entry] = {}
+        self._samples_seen: deque[tuple[float, Entry]] = deque()
+        """Samples by the times at which they ended and were read."""
         self._tasks: set[asyncio.Task] = set()
 
     def start(self) -> None:
@@ -242,9 +244,7 @@ class TrainingApi:
 
     async def _get_info(self, request: web.Request) -> web.Response:
         model_id = (await read_json(request)).get("model_id")
-        queue = self._model(model_id)
-        await queue.load()
-        model = queue.operations.model
+        model = await self._model(model_id).show()
         if model is None:
             raise RequestRefused(404, f"model_id {show(model_id, 60)} was not created", "model_id")
         rank = model.kind.lora.rank
@@ -378,27 +378,29 @@ class TrainingApi:
         try:
             async with self.samplers.turn(path) as engine:
                 entry.end(Result.of(await draw(engine, read)))
-        except (UserError, EpisodeFailed) as error:
+        except UserError as error:
             entry.end(Result.error(str(error)))
+        except EpisodeFailed as error:
+            entry.end(Result.error(str(error), SERVER))
         except asyncio.CancelledError:
-            entry.end(Result.error("the sample was cancelled"))
+            entry.end(Result.error("the sample was cancelled", SERVER))
             raise
         # Whatever goes wrong with one request must not end the server.
         except Exception as error:
             print(escape_control_chars(traceback.format_exc()), file=sys.stderr)
             entry.end(Result.error(f"the server failed: {type(error).__name__}", SERVER))
+        finally:
+            assert entry.ended_at is not None
+            self._samples_seen.append((entry.ended_at, entry))
 
     def _forget_samples(self) -> None:
         """Drop samples that were read, or have ended unread, long ago; RequestRefused if too many
         are being drawn."""
-        now = time.monotonic()
-        for name in [
-            name
-            for name, entry in self.samples.items()
-            if entry.ended_at is not None
-            and now - (entry.read_at or entry.ended_at) > RETENTION_SECONDS
-        ]:
-            del self.samples[name]
+        late = time.monotonic() - RETENTION_SECONDS
+        while self._samples_seen and self._samples_seen[0][0] < late:
+            noted_at, entry = self._samples_seen.popleft()
+            if noted_at == (entry.read_at or entry.ended_at):
+                self.samples.pop(entry.id, None)
         if len(self._tasks) >= MAX_SAMPLES_WAITING:
             raise RequestRefused(429, f"{MAX_SAMPLES_WAITING:,} samples are being drawn")
 
@@ -425,6 +427,7 @@ class TrainingApi:
             queue.note_read(entry)
         elif entry.read_at is None:
             entry.read_at = time.monotonic()
+            self._samples_seen.append((entry.read_at, entry))
         kind = "application/x-protobuf" if result.kind == PROTOBUF else "application/json"
         return web.Response(body=result.body, content_type=kind)
 
@@ -440,6 +443,8 @@ class TrainingApi:
         number = int(seq_id) if seq_id.isdecimal() and len(seq_id) < 20 else -1
         entry = None if queue is None else queue.entries.get(number)
         if entry is None:
+            if queue is not None:
+                queue.check()
             raise RequestRefused(404, f"request_id {show(request_id)} is unknown", "request_id")
         return queue, entry
 

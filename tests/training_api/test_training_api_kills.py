@@ -18,6 +18,7 @@ import pytest
 from api_toy import Client, Server, as_data, draw_documents
 from toy_run import save_model
 
+from jaxtrain.errors import UserError
 from jaxtrain.training_api.journal import Journal, Record
 
 ROOT = Path(__file__).parents[2]
@@ -136,10 +137,26 @@ def test_a_record_that_a_full_disk_refused_spoils_no_later_one(tmp_path):
     assert journal.read() == [records[0], records[2]]
 
 
-def test_a_flipped_byte_ends_the_log(tmp_path):
+def test_a_flipped_byte_is_cut_off_at_the_end_alone(tmp_path):
+    records = [Record({"number": number}, b'{"a": 1}' * 3) for number in range(3)]
+    (tmp_path / "log").write_bytes(b"")
     journal = Journal(tmp_path / "log")
-    journal.append(Record({"number": 1}, b"one"), Record({"number": 2}, b"two"))
-    raw = bytearray((tmp_path / "log").read_bytes())
-    raw[-2] ^= 1
-    (tmp_path / "log").write_bytes(bytes(raw))
-    assert journal.read() == [Record({"number": 1}, b"one")]
+    sizes = [0]
+    for record in records:
+        journal.append(record)
+        sizes.append(journal.size)
+    journal.close()
+    raw = (tmp_path / "log").read_bytes()
+    for place in range(len(raw)):
+        flipped = bytearray(raw)
+        flipped[place] ^= 1
+        (tmp_path / "log").write_bytes(flipped)
+        number = sum(place >= size for size in sizes)
+        journal = Journal(tmp_path / "log")
+        if number == 3:
+            assert journal.read() == records[:2]
+        else:
+            with pytest.raises(UserError, match=rf"record {number}, at byte {sizes[number - 1]},"):
+                journal.read()
+            assert (tmp_path / "log").read_bytes() == flipped
+        journal.close()

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.errors import UserError
 from jaxtrain.training_api import model_queue
 from jaxtrain.training_api.futures import Entry
@@ -118,6 +119,63 @@ def test_a_replay_that_fails_where_the_request_did_not_opens_no_model(tmp_path, 
     assert asyncio.run(run(0, "create_model", refuse)) == {"total": 0}
     result = asyncio.run(run(1, "optim_step", refuse))
     assert "cannot be opened: UserError: another base" in result["error"]
+
+
+class Ended(BaseException):
+    """Ends the worker, and leaves the log, as a kill ends a server."""
+
+
+def test_a_request_that_ends_every_server_is_refused_by_its_number(tmp_path, thread, monkeypatch):
+    monkeypatch.setattr(model_queue, "MAX_RESTARTS", 2)
+
+    def end(operation, request_id, payload):
+        raise Ended
+
+    async def serve():
+        queue = open_queue(tmp_path, thread)
+        queue.journal.rewrite(queue._records())  # a snapshot keeps the count
+        queue.start()
+        if not queue.entries:
+            await answer(queue, 0, "create_model")
+        queue.operations.run = end
+        entry = await queue.submit(1, "forward_backward", b"7")
+        done = asyncio.ensure_future(entry.done.wait())
+        await asyncio.wait([queue._worker, done], timeout=10, return_when="FIRST_COMPLETED")
+        if queue._worker.done():
+            done.cancel()
+            queue.journal.close()
+            return queue._worker.exception()
+        queue.operations.run = queue.operations.run_again
+        step = await answer(queue, 2, "optim_step")
+        await queue.close()
+        return entry.result, step["error"]
+
+    assert [type(asyncio.run(serve())) for _ in range(3)] == [Ended] * 3
+    result, step = asyncio.run(serve())
+    assert result.category == "server"
+    assert "forward_backward of seq_id 1 is refused: 3 servers ended" in result.message
+    assert step == "forward_backward of seq_id 1 failed"
+
+
+def test_a_log_that_is_damaged_in_the_middle_opens_no_model(tmp_path, thread):
+    async def run():
+        queue = open_queue(tmp_path, thread)
+        queue.start()
+        for seq_id in range(2):
+            await answer(queue, seq_id, "create_model")
+        await queue.close()
+        raw = bytearray((tmp_path / "requests.log").read_bytes())
+        raw[40] ^= 1
+        (tmp_path / "requests.log").write_bytes(raw)
+        queue = open_queue(tmp_path, thread)
+        queue.start()
+        with pytest.raises(RequestRefused, match="record 1, at byte 0, is damaged") as refusal:
+            await queue.submit(2, "optim_step", b"0")
+        await queue.close()
+        assert refusal.value.status == 409
+        assert (tmp_path / "requests.log").read_bytes() == raw
+
+    asyncio.run(run())
 
 
 def test_a_request_whose_client_hangs_up_is_run(tmp_path, thread):

@@ -2,14 +2,16 @@
 
 import copy
 import json
+import time
 
 import numpy as np
 import pytest
 from api_toy import Client, Server, as_data, draw_documents, open_base, read_output, write_request
 
 from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.models.parameters import split_model
-from jaxtrain.training_api import model_queue, wire
+from jaxtrain.training_api import model_queue, routes, wire
 from jaxtrain.training_api.weights_store import WeightsStore
 
 DATA = as_data(draw_documents(3))
@@ -240,6 +242,42 @@ def test_weights_are_saved_and_loaded(server, alone):
         assert (losses == alone["data"][1:]) == optimizer
 
 
+def test_weights_that_are_loaded_drop_waiting_gradients_and_say_so(server, alone):
+    client = Client(server)
+    path = server.result(client.post("save_weights", path="first"))["path"]
+    assert "warning" not in server.result(client.post("load_weights", path=path))
+    server.result(client.forward_backward(DATA))
+    loaded = server.result(client.post("load_weights", path=path))
+    assert loaded["warning"] == "gradients that had no optim_step were dropped"
+    assert [client.step(DATA) for _ in range(2)] == alone["data"][:2]
+
+
+def test_samples_are_forgotten_an_hour_after_they_were_read(server, monkeypatch):
+    async def fail(engine, request):
+        raise EpisodeFailed("the engine was closed")
+
+    async def forget():
+        server.api._forget_samples()
+        return [seq_id for seq_id in range(3) if f"sample/{name}/{seq_id}" in server.api.samples]
+
+    monkeypatch.setattr(routes, "draw", fail)
+    session = server.ask("create_session", {})["session_id"]
+    body = {"session_id": session, "sampling_session_seq_id": 0, "base_model": "toy"}
+    name = server.ask("create_sampling_session", body)["sampling_session_id"]
+    body = {"sampling_session_id": name, "prompt": {"chunks": [{"tokens": [5]}]}}
+    promises = [server.ask("asample", {**body, "seq_id": seq_id}) for seq_id in range(3)]
+    failed = {"error": "the engine was closed", "category": "server"}
+    assert server.result(promises[0]) == failed
+    entries = [server.api.samples[promise["request_id"]] for promise in promises]
+    for entry in entries:
+        server.wait(entry.done.wait())
+    assert server.wait(forget()) == [0, 1, 2]
+    entries[1].read_at = time.monotonic() + 1000  # read an hour later
+    server.api._samples_seen.append((entries[1].read_at, entries[1]))
+    monkeypatch.setattr(routes, "RETENTION_SECONDS", 0.0)
+    assert server.wait(forget()) == [1]
+
+
 def test_a_finished_session_leaves_memory_and_comes_back(server, alone):
     client = Client(server)
     losses = [client.step(DATA)]
@@ -271,7 +309,10 @@ def test_a_model_whose_snapshot_is_damaged_fails_alone(base, alone, tmp_path):
         assert answer["category"] == "server" and "cannot be opened" in answer["error"]
         client.seq_id += 1
         raw = write_request(client.model_id, client.seq_id, DATA)
-        assert second.send("forward_backward", raw)[0] == 500
+        status, refusal = second.send("forward_backward", raw)
+        assert status == 409 and "cannot be opened" in refusal["error"]["message"]
+        status, refusal = second.send("get_info", {"model_id": client.model_id})
+        assert status == 409 and "cannot be opened" in refusal["error"]["message"]
         assert other.step(DATA) == alone["data"][0]
     finally:
         second.stop()
