@@ -127,7 +127,9 @@ class Operations:
             raise
         answer = {"path": body["path"], "model_id": self.model_id, "type": "load_weights"}
         if dropped:
-            print(f"{self.model_id}: load_weights drops gradients that had no step", file=sys.stderr)
+            print(
+                f"{self.model_id}: load_weights drops gradients that had no step", file=sys.stderr
+            )
             answer["warning"] = "gradients that had no optim_step were dropped"
         return answer
 
