@@ -112,6 +112,7 @@ class Config(BaseDraftConfig):
         """Write a config.json for SGLang, which counts the captured layers themselves
         (eagle_config), and for vLLM, which counts the layers behind them."""
         raw = {key: value for key, value in write_fields(self).items() if key not in DRAFT_FIELDS}
+        raw["auto_map"] = {"AutoModel": f"eagle3.{self.architecture}"}
         raw["target_hidden_size"] = self.target_hidden_size
         raw[BEHIND] = [layer + 1 for layer in self.capture]
         raw["eagle_config"] = {

@@ -35,6 +35,9 @@ from jaxtrain.models.decoder import Decoder
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.families import family
 
+REMOTE_CODE = Path(__file__).parents[1] / "assets" / "remote_code"
+"""PyTorch modules for folders whose config.json names them in `auto_map`."""
+
 
 def save(
     model: Decoder,
@@ -83,6 +86,9 @@ def save(
         raw["torch_dtype"] = common
         if "dtype" in raw:
             raw["dtype"] = common
+        for place in raw.get("auto_map", {}).values():
+            source = REMOTE_CODE / f"{place.partition('.')[0]}.py.txt"
+            (Path(folder) / source.stem).write_text(source.read_text())
         unfinished = Path(folder) / ".config.json.unfinished"
         unfinished.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
         os.replace(unfinished, Path(folder) / "config.json")
