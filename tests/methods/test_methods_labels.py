@@ -482,3 +482,40 @@ def test_rows_have_room_for_the_patches_of_their_groups():
     assert (batch.streams[IMAGE_SLOT] >= 0).sum(-1).max() == 2
     played = sum(len(group.episodes) for group in groups) - 1
     assert len({*batch.streams[EPISODE].ravel().tolist()} - {-1}) == played
+
+
+def test_replayed_groups_may_count_as_drawn_by_the_weights_that_meet_them():
+    """Their log-probs alone are replaced, before the first update, and not compared."""
+    groups = make_groups()
+    groups[0].replayed = True
+    table = {"kind": "rl", "objective": "m2po_clip"}
+    config = validate_config(
+        {
+            "run": {"max_steps": 1},
+            "model": {"path": "x"},
+            "data": {"datasets": [{"path": "x"}]},
+            "task": table,
+            "env": {"kind": "calculator"},
+            "rollout": {"replay_size": 4, "replay_logp": "recomputed"},
+            "sampling": {"temperature": 1.0},
+        },
+        "test",
+    )
+    (as_drawn,) = build_batches(groups, make_labels()).batches
+    (batch,) = build_batches(groups, make_labels(recompute_replayed=True)).batches
+    drawn = np.isnan(batch.streams["sampler_logp"])
+    replayed = len(groups[0].episodes)
+    trained = batch.weights["pg"] != 0
+    np.testing.assert_array_equal(drawn, trained & (batch.streams[EPISODE] < replayed))
+    assert drawn.any() and (batch.weights["pg"][~drawn] != 0).any()
+    data = SimpleNamespace(rounds=SimpleNamespace(metrics={"lag/max": 1}), log=print)
+    preparation = PolicyPreparation(config.task, config, data)
+    policy_logp = np.full(drawn.shape, -2.5, np.float32)
+    scorer = SimpleNamespace(logp=lambda *_: policy_logp)
+    prepared = preparation(Round([batch], version=3), scorer)
+    sampler_logp = prepared.batches[0].streams["sampler_logp"]
+    np.testing.assert_array_equal(sampler_logp[drawn], -2.5)
+    np.testing.assert_array_equal(
+        sampler_logp[~drawn], as_drawn.streams["sampler_logp"][~drawn]
+    )
+    np.testing.assert_array_equal(prepared.batches[0].streams["old_logp"], sampler_logp)

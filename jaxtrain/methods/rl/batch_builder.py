@@ -83,6 +83,8 @@ class BatchBuilder:
     """Shape of the records of experts that tokens are routed to again; None: routers choose."""
     images: ImagePacker | None = None
     """Makes patches of the images of prompts; None: prompts have none."""
+    recompute_replayed: bool = False
+    """Leave NaN as the sampler's log-probs of replayed groups, for `prepare` to fill in."""
 
     @property
     def streams(self) -> dict[str, Any]:
@@ -141,9 +143,14 @@ def build_batches(groups: Sequence[Group], builder: BatchBuilder) -> RoundBatche
                     continue
                 # In float64 like the weights below: the batch rounds once.
                 advantages_T = np.atleast_1d(np.asarray(group.advantages[member], np.float64))
-                branches += make_branches(
+                episode_branches = make_branches(
                     episode, advantages_T, int(first[index]) + member, builder
                 )
+                if group.replayed and builder.recompute_replayed:
+                    for branch in episode_branches:
+                        drawn = branch.streams[EPISODE] >= 0
+                        branch.streams["sampler_logp"] = np.where(drawn, np.nan, 0.0)
+                branches += episode_branches
                 episodes += 1
             branches += make_truth(group.truth, builder)
             trees += grow(branches, row_tokens, builder.share_prompts, builder.row_patches)

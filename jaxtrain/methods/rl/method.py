@@ -203,6 +203,7 @@ def read_builder(
         dtype=np.float64 if config.model.compute_dtype == "float64" else np.float32,
         routes=find_routes(config),
         images=images,
+        recompute_replayed=config.rollout.replay_logp == "recomputed",
     )
 
 
@@ -300,7 +301,7 @@ class PolicyPreparation:
     def score(self, batch: Batch, scorer: Scorer, compares: bool) -> dict[str, np.ndarray]:
         """Return the log-probs that a batch needs; on all processes."""
         scores = {}
-        if self.scores_policy or compares:
+        if self.scores_policy or compares or np.isnan(batch.streams["sampler_logp"]).any():
             scores["policy_logp"] = scorer.logp(batch, POLICY, self.temperature)
         if scores_reference(self.task):
             scores["ref_logp"] = scorer.logp(batch, REFERENCE, self.temperature)
@@ -322,12 +323,17 @@ class PolicyPreparation:
         filled = []
         for batch, scores in zip(batches, scored, strict=True):
             streams = {**batch.streams, **scores}
+            sampled = streams["sampler_logp"]
+            if np.isnan(sampled).any():  # replayed, see BatchBuilder.recompute_replayed
+                streams["sampler_logp"] = np.where(
+                    np.isnan(sampled), streams["policy_logp"], sampled
+                )
             if self.exact:
                 streams["policy_logp"] = streams["sampler_logp"]
             streams["old_logp"] = streams.get(old, streams["old_logp"])
             filled.append(batch._replace(streams=streams))
         if compares:
-            compared = self.compare(filled)
+            compared = self.compare(filled, batches)
             metrics |= compared if reports else {}
         in_reward = task.beta > 0 and task.resolved("kl_in") == "reward"
         if self.judges_late or in_reward:
@@ -344,9 +350,15 @@ class PolicyPreparation:
         ]
         return parts, metrics
 
-    def compare(self, batches: list[Batch]) -> dict[str, float]:
-        """Compare the sampler's log-probs of the round's trained tokens with the trainer's."""
-        masks = [batch.weights["pg"] != 0 for batch in batches]
+    def compare(self, batches: list[Batch], drawn: list[Batch]) -> dict[str, float]:
+        """Compare the sampler's log-probs of the round's trained tokens with the trainer's. drawn:
+        the batches before the sampler's were filled in."""
+        masks = [
+            (batch.weights["pg"] != 0) & ~np.isnan(batch.streams["sampler_logp"])
+            for batch in drawn
+        ]
+        if not any(mask.any() for mask in masks):
+            return {}
         sampler, trainer = (
             np.concatenate([b.streams[name][m] for b, m in zip(batches, masks, strict=True)])
             for name in ("sampler_logp", "policy_logp")
