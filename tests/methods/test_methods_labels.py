@@ -515,7 +515,5 @@ def test_replayed_groups_may_count_as_drawn_by_the_weights_that_meet_them():
     prepared = preparation(Round([batch], version=3), scorer)
     sampler_logp = prepared.batches[0].streams["sampler_logp"]
     np.testing.assert_array_equal(sampler_logp[drawn], -2.5)
-    np.testing.assert_array_equal(
-        sampler_logp[~drawn], as_drawn.streams["sampler_logp"][~drawn]
-    )
+    np.testing.assert_array_equal(sampler_logp[~drawn], as_drawn.streams["sampler_logp"][~drawn])
     np.testing.assert_array_equal(prepared.batches[0].streams["old_logp"], sampler_logp)

@@ -100,9 +100,7 @@ def test_eagle3_guesses_the_same_in_its_first_two_steps(load, draft_pair):
     states, cache = tensor(captured)[None], transformers.DynamicCache()
     with torch.no_grad():
         # All pairs but the last, whose token is what the second step reads.
-        first = torch_draft(
-            embedded[:, 1:-1], target_hidden=states[:, :-2], past_key_values=cache
-        )
+        first = torch_draft(embedded[:, 1:-1], target_hidden=states[:, :-2], past_key_values=cache)
         second = torch_draft(embedded[:, -1:], hidden=first.hidden[:, -1:], past_key_values=cache)
     np.testing.assert_allclose(first.logits[0], expected[0][1:-1], **FLOAT32)
     np.testing.assert_allclose(second.logits[0, 0], expected[1][-2], **FLOAT32)

@@ -354,8 +354,7 @@ class PolicyPreparation:
         """Compare the sampler's log-probs of the round's trained tokens with the trainer's. drawn:
         the batches before the sampler's were filled in."""
         masks = [
-            (batch.weights["pg"] != 0) & ~np.isnan(batch.streams["sampler_logp"])
-            for batch in drawn
+            (batch.weights["pg"] != 0) & ~np.isnan(batch.streams["sampler_logp"]) for batch in drawn
         ]
         if not any(mask.any() for mask in masks):
             return {}
