@@ -4,8 +4,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import test_methods_eagle3 as eagle
 from dflash_reference import row_hidden
-from test_methods_eagle3 import P, RAW, draft_pair, label, make_config, states_of, wide
 from test_models_dflash import CONFIG, VOCAB, WIDTH, K, make_models, to_tensors
 from tiny_models import documents, pack
 
@@ -16,6 +16,8 @@ transformers = pytest.importorskip("transformers", reason="it loads the folders"
 pytestmark = pytest.mark.slow
 FLOAT32 = {"rtol": 1e-4, "atol": 1e-5}
 """transformers' norms and angles are float32, whatever the model is."""
+
+draft_pair = eagle.draft_pair
 
 
 @pytest.fixture
@@ -88,15 +90,15 @@ def test_eagle3_guesses_the_same_in_its_first_two_steps(load, draft_pair):
     target, draft = draft_pair
     text = documents(4, 11)[0]
     with jax.enable_x64():
-        batch = label(wide(pack([[text]], len(text))))
-        captured, _ = states_of(target, text)
+        batch = eagle.label(eagle.wide(pack([[text]], len(text))))
+        captured, _ = eagle.states_of(target, text)
         following = jnp.arange(1, len(text) + 1)[None].at[0, -1].set(-1)
         normed = draft.unroll(target, captured[None], batch, following, 2)
         expected = [np.asarray(draft.logits(states))[0] for states in normed]
         kept = np.asarray(draft.kept_ids())
         embedded = tensor(target.embed(jnp.asarray(text)[None]))
-    torch_draft = load(draft, make_config(families.config_from_hf(RAW)))
-    assert torch_draft.to_target(torch.arange(P)).tolist() == kept.tolist()
+    torch_draft = load(draft, eagle.make_config(families.config_from_hf(eagle.RAW)))
+    assert torch_draft.to_target(torch.arange(eagle.P)).tolist() == kept.tolist()
     states, cache = tensor(captured)[None], transformers.DynamicCache()
     with torch.no_grad():
         # All pairs but the last, whose token is what the second step reads.
