@@ -10,6 +10,7 @@ import asyncio
 import os
 import signal
 import sys
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -18,10 +19,12 @@ from typing import TYPE_CHECKING, Any
 from jaxtrain.arguments import Parser, expand_path
 from jaxtrain.errors import UserError
 from jaxtrain.safe_io import read_text
+from jaxtrain.text_safety import show
 
 if TYPE_CHECKING:
     from jaxtrain.api import Model
     from jaxtrain.generation.local.engine import LocalEngine
+    from jaxtrain.generation.serving.adapters import AdapterLoader
     from jaxtrain.generation.serving.answerer import ServedModel
     from jaxtrain.training_api.routes import TrainingApi
 
@@ -65,6 +68,20 @@ def run_serve(argv: list[str]) -> None:
         "--draft", type=os.path.expanduser, help="folder of a draft model (dflash, eagle3)"
     )
     parser.add_argument(
+        "--lora",
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="serve an adapter of the model, too, under a name; may be given several times",
+    )
+    parser.add_argument(
+        "--max-loras",
+        type=int,
+        metavar="N",
+        help="let requests load and unload adapters, at most N at once with those of --lora, by"
+        " vLLM's routes; needs a key",
+    )
+    parser.add_argument(
         "--train",
         type=expand_path,
         metavar="FOLDER",
@@ -88,6 +105,7 @@ def run_serve(argv: list[str]) -> None:
         )
     key = read_key(args.api_key_file)
     require_key(args.host, key)
+    adapters = read_adapters(args, key)
 
     from jaxtrain.api import Model
 
@@ -95,7 +113,7 @@ def run_serve(argv: list[str]) -> None:
     model.require_language()
     model.max_len = min(model.max_len, args.max_model_len)
     with ThreadPoolExecutor(1, thread_name_prefix="sampler") as thread:
-        asyncio.run(serve(args, model, key, thread))
+        asyncio.run(serve(args, model, key, thread, adapters))
 
 
 def read_key(file: Path | None) -> str | None:
@@ -122,20 +140,60 @@ def require_key(host: str, key: str | None) -> None:
         )
 
 
+def read_adapters(args: argparse.Namespace, key: str | None) -> dict[str, str]:
+    """Return the folders of --lora by name; UserError."""
+    adapters: dict[str, str] = {}
+    for word in args.lora:
+        name, separator, folder = word.partition("=")
+        if not (separator and name and folder) or not name.isprintable():
+            raise UserError(f"--lora {show(word)} must be NAME=FOLDER")
+        if name in {*adapters, args.served_model_name or Path(args.model).name}:
+            raise UserError(f"--lora {show(name)}: the name is taken; give each model its own")
+        adapters[name] = os.path.expanduser(folder)
+    if args.max_loras is not None and (args.max_loras < max(1, len(adapters)) or key is None):
+        raise UserError(
+            f"--max-loras {args.max_loras} must be at least 1 and the number of --lora, and lets"
+            f" requests read folders, so it needs a key: set {KEY_VARIABLE}, or name a file with"
+            " --api-key-file"
+        )
+    if adapters or args.max_loras:
+        for option, cause in (("draft", "--draft"), ("train", "--train")):
+            if getattr(args, option):
+                raise UserError(f"serve: --lora and --max-loras do not go with {cause}")
+        if (Path(args.model) / "checkpoints").is_dir():
+            raise UserError(
+                f"serve: --lora and --max-loras are for a model folder, and {args.model} is a run,"
+                f" whose weights may change; name {Path(args.model) / 'model'}"
+            )
+    return adapters
+
+
 async def serve(
-    args: argparse.Namespace, model: "Model", key: str | None, thread: ThreadPoolExecutor
+    args: argparse.Namespace,
+    model: "Model",
+    key: str | None,
+    thread: ThreadPoolExecutor,
+    adapters: Mapping[str, str],
 ) -> None:
     """Serve until a signal asks to end."""
     from jaxtrain.environments.endpoint_app import EndpointApp
+    from jaxtrain.generation.serving.adapters import AdapterRoutes
     from jaxtrain.generation.serving.answerer import PUBLIC, Answerer
     from jaxtrain.generation.serving.open_request import ServingFormat
 
     name = args.served_model_name or Path(args.model).name
     engines, models = open_models(model, name, args, thread)
+    loader = None
+    if adapters or args.max_loras:
+        loader = open_loader(model, args, engines[0], thread)
+        models += [loader.load(word, folder, name) for word, folder in adapters.items()]
     form = ServingFormat(model.tokenizer, model.vocab_size, model.max_len, args.image_host)
     training = None
     if args.train is None:
-        routes, public = Answerer(form, models, log=log).routes(), PUBLIC
+        answerer, public = Answerer(form, models, log=log), PUBLIC
+        routes = answerer.routes()
+        if args.max_loras and loader is not None:
+            routes += AdapterRoutes(answerer, loader, thread, args.max_loras).routes()
     else:
         from jaxtrain.training_api.routes import PUBLIC as TRAINING_PUBLIC
 
@@ -158,7 +216,7 @@ async def serve(
     host = f"[{args.host}]" if ":" in args.host else args.host
     names = ", ".join(served.name for served in models)
     print(f"serving {names} ({models[0].version}) at http://{host}:{port}/v1", flush=True)
-    following = asyncio.ensure_future(follow(model, models, engines))
+    following = asyncio.ensure_future(follow(model, models[: len(engines)], engines))
     try:
         await ended.wait()
     finally:
@@ -166,7 +224,7 @@ async def serve(
         await app.close()
         if training is not None:
             await training.close()
-        for engine in engines:
+        for engine in {*engines, *(served.engine for served in answerer.models.values())}:
             await engine.close()
 
 
@@ -188,6 +246,25 @@ def open_models(
         engines.append(engine)
         models.append(ServedModel(policy or name, engine, describe_version(model)))
     return engines, models
+
+
+def open_loader(
+    model: "Model", args: argparse.Namespace, served: "LocalEngine", thread: ThreadPoolExecutor
+) -> "AdapterLoader":
+    """Return what opens adapters of the served model; together they have as many rows again."""
+    from jaxtrain.generation.local.engine import LocalEngine
+    from jaxtrain.generation.serving.adapters import AdapterLoader
+
+    rows = max(1, served.sampler.max_batch // (args.max_loras or len(args.lora)))
+
+    def open_engine(weights: Any) -> LocalEngine:
+        sampler = model.sampler(True, max_batch=rows)
+        sampler.use(weights, 0)
+        return LocalEngine(sampler, thread)
+
+    snapshot = model.snapshot
+    weights = served.sampler.model
+    return AdapterLoader(snapshot.roles.bundle, snapshot.params(), weights, open_engine)
 
 
 def open_training(

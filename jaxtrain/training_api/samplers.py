@@ -7,7 +7,7 @@ They take turns in the order in which they came, so no weights wait forever.
 import asyncio
 import itertools
 from collections import OrderedDict, deque
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
@@ -16,14 +16,13 @@ import jax
 
 from jaxtrain.generation.engine import Completion, Likely
 from jaxtrain.generation.local.engine import LocalEngine
+from jaxtrain.generation.local.shared_base import AdapterLayout, lay_out
 from jaxtrain.generation.local.slots import unstack
-from jaxtrain.models.parameters import split_model
 from jaxtrain.training_api.trainer import LoRA, ModelKind
 from jaxtrain.training_api.weights_store import WeightsStore
 
 CACHE_SIZE = 4
 """Sets of weights that stay in memory after they were saved or read."""
-ADAPTER = ".adapter."
 UNKNOWN = "?"
 """No path: the engine's weights while they are replaced."""
 
@@ -38,7 +37,7 @@ class Samplers:
         """Path of the weights that the engine holds; None: the base; UNKNOWN."""
         self._base = engine.sampler.model
         self._cache: OrderedDict[str, tuple[ModelKind, Any]] = OrderedDict()
-        self._layouts: dict[LoRA, tuple[Any, Any, Any]] = {}
+        self._layouts: dict[LoRA, AdapterLayout] = {}
         self._waiting: deque[tuple[int, str | None]] = deque()
         self._tickets, self._versions = itertools.count(), itertools.count(1)
         self._running = 0
@@ -95,41 +94,12 @@ class Samplers:
             self.keep(path, kind, self.store.read_params(saved.folder, kind))
         kind, params = self._cache[path]
         with jax.set_mesh(kind.base.mesh):
+            build = kind.roles.rebuild(kind.roles.trained)
             if not kind.lora.rank:
-                return unstack(kind.roles.rebuild(kind.roles.trained)(params))
+                return unstack(build(params))
             if kind.lora not in self._layouts:
-                self._layouts[kind.lora] = self._lay_out(kind, params)
-            base, rebuild, select = self._layouts[kind.lora]
-            return rebuild({**base, **select(params, kind.frozen)})
-
-    def _lay_out(self, kind: ModelKind, params: Any) -> tuple[Any, Any, Callable]:
-        """Return (the base's weights layer by layer, a function that builds a model of them and an
-        adapter, one that lays out an adapter)."""
-        build = kind.roles.rebuild(kind.roles.trained)
-        combined, rebuild = split_model(unstack(build({**kind.frozen, **params})))
-        shared, _ = split_model(self._base)
-
-        def select(params: Any, frozen: Any) -> Any:
-            laid_out, _ = split_model(build({**frozen, **params}).unstack())
-            return {path: value for path, value in laid_out.items() if ADAPTER in path}
-
-        # An adapter changes neither the layout of the base nor its numbers, so all kinds use the
-        # arrays of the base itself; these copies, which would be another base for each, are freed.
-        base = {
-            path: shared[path] if is_alike(shared.get(path), value) else value
-            for path, value in combined.items()
-            if ADAPTER not in path
-        }
-        return base, rebuild, jax.jit(select)
-
-
-def is_alike(first: jax.Array | None, second: jax.Array) -> bool:
-    """Return whether two arrays have the same shape, dtype and place."""
-    return first is not None and (
-        first.shape == second.shape
-        and first.dtype == second.dtype
-        and first.sharding.is_equivalent_to(second.sharding, second.ndim)
-    )
+                self._layouts[kind.lora] = lay_out(build, params, kind.frozen, self._base)
+            return self._layouts[kind.lora].assemble(params, kind.frozen)
 
 
 class PathEngine:

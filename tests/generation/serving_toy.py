@@ -88,8 +88,11 @@ class Served:
 
 
 @contextmanager
-def serving(tokenizer, engine, *, vocab_size=512, max_model_len=128, key=None, **options):
-    """A server that is closed afterwards. options: of Answerer."""
+def serving(
+    tokenizer, engine, *, vocab_size=512, max_model_len=128, key=None, extend=None, **options
+):
+    """A server that is closed afterwards. extend: further routes of the answerer. options: of
+    Answerer."""
     loop = asyncio.new_event_loop()
     thread = threading.Thread(target=loop.run_forever, daemon=True)
     thread.start()
@@ -98,7 +101,8 @@ def serving(tokenizer, engine, *, vocab_size=512, max_model_len=128, key=None, *
         model = ServedModel("toy", engine, "step-1")
         form = ServingFormat(tokenizer, vocab_size, max_model_len)
         answerer = Answerer(form, [model], **{"log": lambda text: None, **options})
-        app = EndpointApp(answerer.routes(), key, PUBLIC)
+        routes = [*answerer.routes(), *(extend(answerer) if extend else ())]
+        app = EndpointApp(routes, key, PUBLIC)
         return answerer, app, await app.listen("127.0.0.1", 0)
 
     def wait(work):

@@ -253,9 +253,22 @@ def test_other_machines_need_a_key(tmp_path, monkeypatch):
         read_key(tmp_path / "key")
 
 
-def test_wrong_options_are_named_before_anything_is_loaded(capsys):
-    assert main(["serve", "nowhere", "--max-model-len", "1"]) == 2
-    assert "--max-model-len is at least 2" in capsys.readouterr().err
+@pytest.mark.parametrize(
+    "options, text",
+    [
+        (["--max-model-len", "1"], "--max-model-len is at least 2"),
+        (["--lora", "folder"], "--lora 'folder' must be NAME=FOLDER"),
+        (["--lora", "a=x", "--lora", "a=y"], "--lora 'a': the name is taken"),
+        (["--lora", "nowhere=x"], "--lora 'nowhere': the name is taken"),
+        (["--max-loras", "2"], "--max-loras 2 must be at least 1"),
+        (["--lora", "a=x", "--train", "folder"], "do not go with --train"),
+        (["--lora", "a=x", "--draft", "folder"], "do not go with --draft"),
+    ],
+)
+def test_wrong_options_are_named_before_anything_is_loaded(options, text, capsys, monkeypatch):
+    monkeypatch.delenv("JAXTRAIN_API_KEY", raising=False)
+    assert main(["serve", "nowhere", *options]) == 2
+    assert text in capsys.readouterr().err
 
 
 class Gate(WatchedScript):

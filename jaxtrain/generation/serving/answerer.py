@@ -72,8 +72,17 @@ class WatchedEngine(Protocol):
 class ServedModel:
     """A model by its name in requests, and the version of its weights."""
 
-    def __init__(self, name: str, engine: WatchedEngine, version: str):
+    def __init__(
+        self,
+        name: str,
+        engine: WatchedEngine,
+        version: str,
+        root: str | None = None,
+        parent: str | None = None,
+    ):
+        """root: folder of an adapter; default: the name. parent: name of its base."""
         self.name, self.engine, self.version = name, engine, version
+        self.root, self.parent = root or name, parent
         self.running = 0
         """Requests that are being answered."""
         self._swap: tuple[Callable[[], None], str] | None = None
@@ -170,8 +179,8 @@ class Answerer:
             "object": "model",
             "created": 0,
             "owned_by": "jaxtrain",
-            "root": model.name,
-            "parent": None,
+            "root": model.root,
+            "parent": model.parent,
             "max_model_len": self.form.max_model_len,
             "version": model.version,
         }

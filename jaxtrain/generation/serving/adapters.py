@@ -1,0 +1,144 @@
+"""Adapters by name beside their base, and vLLM's routes that load and unload them.
+
+    base's arrays ──┬── its model ─────── its engine ──────────┐
+                    └── with adapter A ── engine of name A ────┴── one thread: chunks alternate
+
+Each name has rows of its own, so requests for several adapters are drawn at once.
+"""
+
+import asyncio
+import dataclasses
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from aiohttp import web
+
+from jaxtrain.adapters.peft import read_adapter
+from jaxtrain.adapters.peft_folder import open_peft
+from jaxtrain.core.bundle import ModelBundle
+from jaxtrain.core.weights import abstract_params, split_trained, start_adapter
+from jaxtrain.environments.endpoint_app import Route, read_json
+from jaxtrain.environments.request_fields import RequestRefused, refuse
+from jaxtrain.errors import UserError
+from jaxtrain.generation.local.engine import LocalEngine
+from jaxtrain.generation.local.shared_base import AdapterLayout, lay_out
+from jaxtrain.generation.serving.answerer import Answerer, ServedModel
+from jaxtrain.models.parameters import Params
+from jaxtrain.text_safety import show
+
+MAX_NAME = 256
+DTYPE = "float32"
+"""Of an adapter's matrices, as a PEFT folder alone is opened with."""
+
+
+class AdapterLoader:
+    """Opens PEFT folders as models beside their base."""
+
+    def __init__(
+        self,
+        bundle: ModelBundle,
+        params: Params,
+        base_model: Any,
+        open_engine: Callable[[Any], LocalEngine],
+    ):
+        """bundle, params: of the base. base_model: as its sampler has it. open_engine: an engine
+        with the weights of a model. UserError for a base that is an adapter itself."""
+        if bundle.adapter is not None:
+            raise UserError(
+                "adapters are served beside a whole model, and this one is an adapter itself; name"
+                " its base as MODEL and the adapter with --lora NAME=FOLDER"
+            )
+        self.bundle, self.params, self.base_model = bundle, params, base_model
+        self.open_engine = open_engine
+        self._layouts: dict[Any, AdapterLayout] = {}
+
+    def load(self, name: str, folder: str, parent: str) -> ServedModel:
+        """Return an adapter as a model; UserError for a folder that is no adapter of the base."""
+        open_peft(folder)
+        architecture = self.bundle.architecture
+        adapter = dataclasses.replace(read_adapter(folder, architecture, DTYPE), dropout=0.0)
+        bundle = dataclasses.replace(self.bundle, adapter=adapter)
+        shapes, build = abstract_params(bundle)
+        trained_shapes, frozen_shapes = split_trained(shapes, adapter)
+        trained = start_adapter(bundle, trained_shapes, self.params, 0)
+        frozen = {path: self.params[path] for path in frozen_shapes}
+        kind = (frozenset(adapter.slots.items()), adapter.full, repr(sorted(adapter.rows.items())))
+        with jax.set_mesh(self.bundle.mesh):
+            if kind not in self._layouts:
+                self._layouts[kind] = lay_out(build, trained, frozen, self.base_model, adapter.full)
+            model = self._layouts[kind].assemble(trained, frozen)
+        return ServedModel(name, self.open_engine(model), "step-0", folder, parent)
+
+
+class AdapterRoutes:
+    """vLLM's routes by which requests load and unload adapters."""
+
+    def __init__(
+        self, answerer: Answerer, loader: AdapterLoader, thread: ThreadPoolExecutor, most: int
+    ):
+        """thread: launches the device's work. most: names of adapters at once."""
+        self.answerer, self.loader, self.thread, self.most = answerer, loader, thread, most
+        self._base = next(iter(answerer.models))
+        self._loading = asyncio.Lock()
+
+    def routes(self) -> list[Route]:
+        """Return the routes."""
+        return [
+            Route("POST", "/v1/load_lora_adapter", self._load),
+            Route("POST", "/v1/unload_lora_adapter", self._unload),
+        ]
+
+    async def _load(self, request: web.Request) -> web.Response:
+        body = await read_json(request)
+        name, folder = body.get("lora_name"), body.get("lora_path")
+        for field, value in (("lora_name", name), ("lora_path", folder)):
+            if not isinstance(value, str) or not 0 < len(value) <= 4096:
+                raise RequestRefused(400, f"{field} must be a text, found {show(value, 60)}", field)
+        check_name(name, "lora_name")
+        async with self._loading:
+            models = self.answerer.models
+            loaded = [model for model in models.values() if model.parent]
+            if name in models and not (body.get("load_inplace") and models[name].parent):
+                raise RequestRefused(
+                    400,
+                    f"lora_name {show(name, 60)} is loaded already; unload it first, or set"
+                    " load_inplace",
+                    "lora_name",
+                )
+            if name not in models and len(loaded) >= self.most:
+                refuse(f"{self.most} adapters are loaded already, the most that --max-loras allows")
+            work = self.loader.load, name, folder, self._base
+            try:
+                model = await asyncio.get_running_loop().run_in_executor(self.thread, *work)
+            except UserError as error:
+                raise RequestRefused(400, f"lora_path: {error}", "lora_path") from None
+            old = models.get(name)
+            models[name] = model
+        if old is not None:
+            close_when_idle(old)
+        return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
+
+    async def _unload(self, request: web.Request) -> web.Response:
+        name = (await read_json(request)).get("lora_name")
+        model = self.answerer.models.get(name) if isinstance(name, str) else None
+        if model is None or model.parent is None:
+            raise RequestRefused(404, f"lora_name {show(name, 60)} is not loaded", "lora_name")
+        del self.answerer.models[name]
+        close_when_idle(model)
+        return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def close_when_idle(model: ServedModel) -> None:
+    """End an adapter's engine behind the answers that it is drawing."""
+    engine: Any = model.engine
+    model.replace(lambda: asyncio.ensure_future(engine.close()), "unloaded")
+
+
+def check_name(name: str, field: str) -> None:
+    """Raise RequestRefused for what cannot be a model's name."""
+    if not name.isprintable() or len(name) > MAX_NAME or name != name.strip():
+        raise RequestRefused(
+            400, f"{field} {show(name, 60)} must be 1 to {MAX_NAME} printable characters", field
+        )

@@ -1,0 +1,145 @@
+"""Adapters by name beside their base: the answers of each are those of its folder alone."""
+
+import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import pytest
+from serving_toy import serving
+from toy_run import save_model
+
+from jaxtrain.adapters.peft import write_peft
+from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
+from jaxtrain.api import Model
+from jaxtrain.cli.serve import split_layers
+from jaxtrain.core.weights import abstract_params
+from jaxtrain.generation.local.engine import LocalEngine
+from jaxtrain.generation.serving.adapters import AdapterLoader, AdapterRoutes
+
+COMPLETE = "/v1/completions"
+ASK = {
+    "prompt": [5, 6, 7],
+    "max_tokens": 12,
+    "logprobs": 0,
+    "return_token_ids": True,
+}
+
+
+def write_adapter(folder, base, rank, seed, full=()):
+    bundle = base.snapshot.roles.bundle
+    slots = choose_slots(
+        find_linears(bundle.architecture), ["all-linear"], LoRASpec(rank, 2.0 * rank), {}, {}
+    )
+    adapter, rng = Adapter(slots, full), np.random.default_rng(seed)
+    shapes = abstract_params(dataclasses.replace(bundle, adapter=adapter))[0]
+    values = {
+        path: 0.3 * rng.standard_normal(shape.shape).astype(np.float32)
+        for path, shape in sorted(shapes.items())
+        if adapter.trains(path)
+    }
+    write_peft(values, bundle.architecture, adapter, folder, base.name)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A base and adapters of it: "one", "like" it with other numbers, and "table" of another rank
+    and with a head of its own."""
+    place = tmp_path_factory.mktemp("adapters")
+    save_model(place / "base")
+    base = Model(place / "base")
+    write_adapter(place / "one", base, 4, 0)
+    write_adapter(place / "like", base, 4, 1)
+    write_adapter(place / "table", base, 2, 2, ("lm_head.embedding",))
+    return place, base
+
+
+def answer_alone(folder, sampling):
+    (completion,) = Model(folder).generate([np.array(ASK["prompt"])], **sampling)
+    return completion.tokens, completion.logprobs
+
+
+def read(answer):
+    (choice,) = answer["choices"]
+    return choice["token_ids"], choice["logprobs"]["token_logprobs"]
+
+
+@pytest.mark.slow  # compiles a sampler for every kind of adapters
+def test_answers_by_name_are_those_of_the_folder_alone(folders):
+    place, base = folders
+    names = ("one", "like", "table")
+    sampling = {"max_new_tokens": 12, "temperature": 0.0}
+    alone = {name: answer_alone(place / name, sampling) for name in ("base", *names)}
+    assert len({tuple(tokens) for tokens, _ in alone.values()}) == 4
+
+    with ThreadPoolExecutor(1) as thread:
+        sampler = base.sampler(True)
+        sampler.use(split_layers(base, sampler.model), 0)
+        engine = LocalEngine(sampler, thread)
+
+        def open_engine(model):
+            sampler = base.sampler(True)
+            sampler.use(model, 0)
+            return LocalEngine(sampler, thread)
+
+        def extend(answerer):
+            bundle, params = base.snapshot.roles.bundle, base.snapshot.params()
+            loader = AdapterLoader(bundle, params, sampler.model, open_engine)
+            return AdapterRoutes(answerer, loader, thread, 3).routes()
+
+        with serving(base.tokenizer, engine, extend=extend) as served:
+            for name in names:
+                body = {"lora_name": name, "lora_path": str(place / name)}
+                status, raw = served.send("POST", "/v1/load_lora_adapter", body)
+                assert (status, raw) == (
+                    200,
+                    f"Success: LoRA adapter '{name}' added successfully.".encode(),
+                )
+            listed = served.send("GET", "/v1/models")[1]
+            for name in names:
+                entry = f'"id": "{name}", "object": "model"'.encode()
+                assert entry in listed and f'"root": "{place / name}"'.encode() in listed
+            assert listed.count(b'"parent": "toy"') == 3
+            answers = {}
+
+            def ask(name):
+                model = "toy" if name == "base" else name
+                status, answer = served.post(COMPLETE, model=model, temperature=0, **ASK)
+                assert status == 200 and answer["model"] == model, answer
+                answers[name] = read(answer)
+
+            threads = [threading.Thread(target=ask, args=(name,)) for name in alone]
+            for asking in threads:
+                asking.start()
+            for asking in threads:
+                asking.join(300)
+            for name, (tokens, logprobs) in alone.items():
+                assert answers[name][0] == tokens, name
+                np.testing.assert_allclose(answers[name][1], logprobs, atol=1e-5, err_msg=name)
+            check_loading(served, place, answers)
+
+
+def check_loading(served, place, answers):
+    def change(route, **body):
+        status, raw = served.send("POST", f"/v1/{route}_lora_adapter", body)
+        return status, raw.decode()
+
+    like = {"lora_name": "one", "lora_path": str(place / "like")}
+    assert change("load", **like)[0] == 400
+    status, text = change("load", lora_name="more", lora_path=str(place / "one"))
+    assert status == 400 and "3 adapters are loaded already" in text
+    assert change("load", load_inplace=True, **like)[0] == 200
+    assert read(served.post(COMPLETE, model="one", temperature=0, **ASK)[1]) == answers["like"]
+    assert change("unload", lora_name="one")[0] == 200
+    status, text = change("unload", lora_name="one")
+    assert status == 404 and "is not loaded" in text
+    assert change("unload", lora_name="toy")[0] == 404
+    assert served.post(COMPLETE, model="one", **ASK)[0] == 404
+    for path, cause in (
+        (place / "base", "adapter_config.json"),
+        (place / "none", "adapter_config.json"),
+    ):
+        status, text = change("load", lora_name="one", lora_path=str(path))
+        assert status == 400 and cause in text, text
+    for body in ({}, {"lora_name": "x"}, {"lora_name": 1, "lora_path": "x"}):
+        assert change("load", **body)[0] == 400
