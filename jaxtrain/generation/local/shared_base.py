@@ -1,7 +1,7 @@
 """Models of adapters in a sampler's layout, over the arrays of one base.
 
-    base, layer by layer ──────────────┬──> model of adapter A
-    adapter A ── laid out by a program ┘
+base, layer by layer ──────────────┬──> model of adapter A
+adapter A ── laid out by a program ┘
 """
 
 from collections.abc import Callable, Collection
