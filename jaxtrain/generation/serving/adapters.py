@@ -8,7 +8,7 @@ Each name has rows of its own, so requests for several adapters are drawn at onc
 
 import asyncio
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -28,7 +28,8 @@ from jaxtrain.generation.serving.answerer import Answerer, ServedModel
 from jaxtrain.models.parameters import Params
 from jaxtrain.text_safety import show
 
-MAX_NAME = 256
+MAX_TEXT = 4096
+"""Characters of a name or a path in a request."""
 DTYPE = "float32"
 """Of an adapter's matrices, as a PEFT folder alone is opened with."""
 
@@ -92,11 +93,9 @@ class AdapterRoutes:
 
     async def _load(self, request: web.Request) -> web.Response:
         body = await read_json(request)
-        name, folder = body.get("lora_name"), body.get("lora_path")
-        for field, value in (("lora_name", name), ("lora_path", folder)):
-            if not isinstance(value, str) or not 0 < len(value) <= 4096:
-                raise RequestRefused(400, f"{field} must be a text, found {show(value, 60)}", field)
-        check_name(name, "lora_name")
+        name, folder = read_text(body, "lora_name"), read_text(body, "lora_path")
+        if not name.isprintable():
+            raise RequestRefused(400, f"lora_name {show(name, 60)} must be printable", "lora_name")
         async with self._loading:
             models = self.answerer.models
             loaded = [model for model in models.values() if model.parent]
@@ -121,8 +120,8 @@ class AdapterRoutes:
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
     async def _unload(self, request: web.Request) -> web.Response:
-        name = (await read_json(request)).get("lora_name")
-        model = self.answerer.models.get(name) if isinstance(name, str) else None
+        name = read_text(await read_json(request), "lora_name")
+        model = self.answerer.models.get(name)
         if model is None or model.parent is None:
             raise RequestRefused(404, f"lora_name {show(name, 60)} is not loaded", "lora_name")
         del self.answerer.models[name]
@@ -136,9 +135,9 @@ def close_when_idle(model: ServedModel) -> None:
     model.replace(lambda: asyncio.ensure_future(engine.close()), "unloaded")
 
 
-def check_name(name: str, field: str) -> None:
-    """Raise RequestRefused for what cannot be a model's name."""
-    if not name.isprintable() or len(name) > MAX_NAME or name != name.strip():
-        raise RequestRefused(
-            400, f"{field} {show(name, 60)} must be 1 to {MAX_NAME} printable characters", field
-        )
+def read_text(body: Mapping[str, Any], field: str) -> str:
+    """Return a field that holds a text; RequestRefused."""
+    value = body.get(field)
+    if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
+        raise RequestRefused(400, f"{field} must be a text, found {show(value, 60)}", field)
+    return value
