@@ -36,18 +36,20 @@ from jaxtrain.data.counts import (
 )
 from jaxtrain.data.formats import require_format
 from jaxtrain.data.packing.branches import list_branches
-from jaxtrain.data.packing.tree import Forest, Node, Tree, TreeGroup
+from jaxtrain.data.packing.tree import Forest, Image, Node, Tree, TreeGroup
 from jaxtrain.data.packing.workload import describe_tree, describe_workload
 from jaxtrain.data.sample import Dropped, RowNote, Sample, Unread, to_trees
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import STREAM_ROWS, MixturePart, is_stream
 from jaxtrain.errors import UserError
-from jaxtrain.text_safety import escape_control_chars, shorten
+from jaxtrain.text_safety import escape_control_chars, shorten, show
 
 NUM_ROWS = 16
 """Rows of a first look."""
 MIN_USABLE = 0.1
 """Share of these rows that must give something to train on."""
+MAX_IMAGES = 16
+"""Images of a sample that are shown."""
 TRAINED, CONTEXT = "bold green", "dim"
 OPEN, CLOSE = "⟦", "⟧"
 """Marks around trained text where there are no colors."""
@@ -230,6 +232,7 @@ def show_sample(sample: Sample | Tree, tokenizer: Any, console: Console) -> None
 
     For samples that share a beginning, print the outline of their tree and one branch in full.
     """
+    images = list_images(sample)
     if isinstance(sample, Tree):
         decode = functools.partial(decode_short, tokenizer)
         console.print(Text(describe_tree(sample, decode)), soft_wrap=True)
@@ -241,6 +244,36 @@ def show_sample(sample: Sample | Tree, tokenizer: Any, console: Console) -> None
     head = f"{sample.origin}: {len(sample.tokens)} tokens, {trained} trained ({style})"
     console.print(Text(head, style="bold"), soft_wrap=True)
     print_marked(sample, tokenizer, console)
+    print_images(images, console)
+
+
+@dataclass(frozen=True)
+class ShownImage:
+    """Image of a printed sample: a line on a terminal, which a page replaces by a thumbnail."""
+
+    number: int
+    image: Image
+
+    def __rich__(self) -> Text:
+        width, height = self.image.size
+        source = self.image.source
+        name = "in the row" if isinstance(source, bytes) else show(str(source), 200)
+        return Text(f"image {self.number}: {width}x{height}, {name}", style="dim")
+
+
+def list_images(sample: Sample | Tree) -> tuple[Image, ...]:
+    """Return the images of a sample, each once, in the order of their first places."""
+    parts = sample.nodes if isinstance(sample, Tree) else [sample]
+    placed = [part.images.images for part in parts if part.images is not None]
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(placed)))
+
+
+def print_images(images: Sequence[Image], console: Console) -> None:
+    """Print a line for each of the first MAX_IMAGES images."""
+    for number, image in enumerate(images[:MAX_IMAGES], 1):
+        console.print(ShownImage(number, image))
+    if len(images) > MAX_IMAGES:
+        console.print(Text(f"and {len(images) - MAX_IMAGES:,} more images", style="dim"))
 
 
 def print_marked(sample: Sample, tokenizer: Any, console: Console) -> None:

@@ -1,5 +1,6 @@
 """Numbers and examples that describe episodes, under the names that TRL's users know."""
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -8,6 +9,9 @@ import numpy as np
 from jaxtrain.generation.episodes import Episode
 from jaxtrain.runs.samples import message_text
 from jaxtrain.text_safety import escape_control_chars
+
+MAX_THUMBNAILS = 8
+"""Thumbnails of a line of samples.jsonl, of a few kilobytes each."""
 
 
 def describe_episodes(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -45,7 +49,8 @@ def average_env_metrics(episodes: Sequence[Episode]) -> dict[str, float]:
 def describe_sample(
     episode: Episode, reward: float, rewards: Mapping[str, float | None]
 ) -> dict[str, Any]:
-    """Return what every line of samples.jsonl has."""
+    """Return what every line of samples.jsonl has, and the thumbnails of images by their hashes."""
+    thumbnails = list_thumbnails(episode)
     return {
         **({"policy": episode.policy} if episode.policy else {}),
         **({"agent": episode.agent} if episode.agent else {}),
@@ -55,7 +60,25 @@ def describe_sample(
         "completion": episode.completion,
         "finish_reason": episode.finish_reason,
         "tokens": episode.num_sampled,
+        **({"thumbnails": thumbnails} if thumbnails else {}),
     }
+
+
+def list_thumbnails(episode: Episode) -> dict[str, str]:
+    """Return data URLs of an episode's first images by their hashes."""
+    images = {
+        image.key: image
+        for sequence in episode.sequences
+        if sequence.images is not None
+        for image in sequence.images.images
+    }
+    if not images:
+        return {}
+    from jaxtrain.data.images.decode import make_thumbnail
+
+    first = itertools.islice(images.items(), MAX_THUMBNAILS)
+    made = ((key, make_thumbnail(image.source)) for key, image in first)
+    return {key: url for key, url in made if url is not None}
 
 
 def excerpt(text: Any, width: int = 160) -> str:

@@ -2,7 +2,7 @@
 
 Every line has `step`, `reward`, `rewards`, `prompt`, `completion`, `finish_reason` and `tokens`;
 answers to a set of problems also `set`, those of a training round `prompt_number` and
-`policy_version`.
+`policy_version`, those to images `thumbnails`, data URLs by the hashes of the images.
 """
 
 import json
@@ -68,7 +68,7 @@ def read_messages(value: Any) -> list[dict[str, Any]]:
 
 
 def message_text(message: Sample) -> str:
-    """Return a message's text, its parts joined, with the size of an image in its place."""
+    """Return a message's text, its parts joined, with size and path of an image in its place."""
     value = message.get("content")
     if isinstance(value, list):
         value = "\n".join(map(_part_text, value))
@@ -79,7 +79,8 @@ def _part_text(part: Any) -> str:
     if not isinstance(part, dict):
         return str(part)
     if part.get("type") == "image" and "width" in part and "height" in part:
-        return f"[image {part['width']}x{part['height']}]"
+        path = f" {part['path']}" if part.get("path") else ""
+        return f"[image {part['width']}x{part['height']}{path}]"
     return str(part.get("text", part))
 
 

@@ -1,7 +1,10 @@
 """builtin:shapes: the pictures are what the answers say, and the same everywhere."""
 
+import base64
 import hashlib
+import re
 from collections import Counter
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,6 +16,7 @@ from jaxtrain.data.images.decode import decode
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.shapes import COLORS, SIDE
 from jaxtrain.errors import UserError
+from jaxtrain.main import main
 
 
 def open_shapes(split="train", **options):
@@ -91,3 +95,21 @@ def test_options_that_are_not_read_are_named(options, message):
         open_shapes(**options)
     with pytest.raises(UserError, match="has no split 'other'"):
         open_shapes("other")
+
+
+def test_preprocess_writes_a_page_with_thumbnails(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(Path(__file__).parents[2])
+    page = tmp_path / "page.html"
+    words = ["preprocess", "--config", "configs/vision_shapes.toml", "--samples", "2"]
+    words += ["--show", str(page), "data.datasets.0.options.num_rows=4", "data.eval_datasets=[]"]
+    assert (main(words) or 0) == 0
+    shown, text = capsys.readouterr().out, page.read_text()
+    assert shown.count("image 1: 48x48, in the row") == 2 and shown.endswith(f"{page}\n")
+    urls = re.findall(r'<img src="data:image/jpeg;base64,([^"]+)"', text)
+    assert len(urls) == 2 and len(text) < 20_000
+    actual = np.asarray(decode(base64.b64decode(urls[0])), int)
+    difference = np.abs(actual - pixels_of(open_shapes(num_rows=4)[0]))
+    assert difference.mean() < 6, "a JPEG of the picture"
+    assert "&lt;|im_start|&gt;user" in text and "<|im_start|>" not in text
+    assert main(words) == 2 and "is there already" in capsys.readouterr().err
+    assert (main([*words, "--overwrite"]) or 0) == 0

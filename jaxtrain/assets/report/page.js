@@ -224,19 +224,20 @@
     })])));
 
   // ---- samples
-  const message = ([role, text, calls]) => [
+  const message = (run) => ([role, text, calls, images]) => [
     make("div", { class: "role" }, role), make("pre", {}, text),
+    images.map((key) => make("img", { class: "thumbnail", src: run.thumbnails[key], alt: "" })),
     calls ? make("details", {}, make("summary", { class: "soft" }, "tool calls"), make("pre", {}, calls)) : null,
   ];
-  const sample = (one) => make("div", { class: "sample" },
+  const sample = (run) => (one) => make("div", { class: "sample" },
     make("div", {}, make("b", { class: one.reward > 0 ? "good" : "bad" }, one.reward === null ? "" : `reward ${tell(one.reward)}`),
       make("span", { class: "soft" }, one.facts.map(([name, value]) => `  ${name} ${tell(value)}`).join(" "))),
-    one.prompt.map(message), one.answer.map(message));
+    one.prompt.map(message(run)), one.answer.map(message(run)));
   if (data.runs.some((run) => run.samples.length)) {
     section("Samples");
     data.runs.forEach((run, i) => run.samples.forEach((step, place) => main.append(make("details",
       { open: i === 0 && place === 0 }, make("summary", {}, dot(color(i)), ` ${run.name}, step ${tell(step.step)}: best and worst`),
-      step.samples.map(sample)))));
+      step.samples.map(sample(run))))));
   }
 
   // ---- configs

@@ -26,6 +26,7 @@ from jaxtrain.data.preview import (
     join_columns,
     note_lines,
     pick_rows,
+    print_images,
     print_marked,
 )
 from jaxtrain.data.sample import Dropped, RowNote, Sample, to_trees
@@ -120,6 +121,7 @@ def show_ranked(ranked: Ranked, tokenizer: Any, console: Console) -> None:
     console.print(Text(head, style="bold"), soft_wrap=True)
     prompt = Sample(ranked.prompt, np.zeros(len(ranked.prompt), np.float32))
     print_marked(prompt, tokenizer, console)
+    print_images(() if ranked.images is None else ranked.images.images, console)
     for index, answer in enumerate(ranked.answers):
         trained = int(np.count_nonzero(answer.weights))
         line = f"{_describe_rank(ranked, index)}: {len(answer.tokens)} tokens, {trained} trained"

@@ -4,6 +4,7 @@ A picture is what transformers' image processors get: turned by its EXIF orienta
 frame of an animation, transparency over white, then 8 bits of red, green and blue.
 """
 
+import base64
 import io
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -22,6 +23,8 @@ MAX_PIXELS = 1 << 26
 """Limit of width times height, of which the header is asked before anything is decoded."""
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM")
 """Formats that are read; some others of Pillow's start programs or are rarely tested."""
+THUMBNAIL = 96
+"""Pixels of a thumbnail's longer side."""
 
 
 def read_file(path: Path) -> bytes:
@@ -53,11 +56,14 @@ def measure(data: bytes) -> tuple[int, int]:
     return (height, width) if turned else (width, height)
 
 
-def decode(data: bytes) -> "Picture":
-    """Return a picture in RGB; raises MalformedRow."""
+def decode(data: bytes, side: int | None = None) -> "Picture":
+    """Return a picture in RGB; raises MalformedRow. side: pixels that it needs along each side,
+    which make a large JPEG cheaper to decode; None: all of them."""
     with _open(data) as picture:
         from PIL import Image, ImageOps  # after _open, which says how to install it
 
+        if side is not None:
+            picture.draft("RGB", (side, side))
         _load(picture)
         try:
             upright = ImageOps.exif_transpose(picture)
@@ -68,6 +74,20 @@ def decode(data: bytes) -> "Picture":
             return upright.convert("RGB")
         except Exception as error:  # a parser of untrusted bytes may raise anything
             raise _unreadable(error) from None
+
+
+def make_thumbnail(source: Path | bytes) -> str | None:
+    """Return a JPEG of at most THUMBNAIL x THUMBNAIL pixels as a data URL; None for a file that can
+    no longer be read."""
+    try:
+        data = source if isinstance(source, bytes) else read_file(source)
+        picture = decode(data, THUMBNAIL)
+    except MalformedRow:
+        return None
+    picture.thumbnail((THUMBNAIL, THUMBNAIL))
+    file = io.BytesIO()
+    picture.save(file, "JPEG", quality=80, subsampling=0)
+    return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
 
 
 def _open(data: bytes) -> "Picture":

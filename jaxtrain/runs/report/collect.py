@@ -3,7 +3,8 @@
 import re
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ POINTS = 2000
 """Of a curve; longer ones are thinned."""
 MAX_STEPS, MAX_EACH, MAX_TEXT, MAX_MESSAGES = 24, 3, 4000, 40
 """Steps whose samples are shown, best and worst of each, characters and messages of one."""
+MAX_THUMBNAILS = 200
+"""Of a run's samples."""
 MAX_METRICS, MAX_KEYS, MAX_WARNINGS = 400, 3000, 200
 
 TOKEN = re.compile(
@@ -35,6 +38,8 @@ TOKEN = re.compile(
     r"|\b[0-9a-f]{40}\b|\beyJ[\w-]{20,}\.[\w.-]+"
 )
 """What keys of known services look like, wherever they stand."""
+THUMBNAIL = re.compile(r"data:image/jpeg;base64,[A-Za-z0-9+/]{1,32000}={0,2}")
+"""Images that a page holds; samples.jsonl may have been written by anybody."""
 
 
 def collect(runs: Sequence[WatchedRun], ended: str | None = None) -> dict[str, Any]:
@@ -84,6 +89,7 @@ def collect_run(run: WatchedRun, charts: Sequence[str], ended: str | None) -> di
         summary |= {"state": ended, "message": ""}
     chosen = ("state", "message", "task", "model", "devices", "step", "total_steps", "best")
     last = {name: summary["metrics"].get(name) for name in charts}
+    thumbnails: dict[str, str] = {}
     return {
         "name": run.name,
         "path": str(run.path),
@@ -98,7 +104,8 @@ def collect_run(run: WatchedRun, charts: Sequence[str], ended: str | None) -> di
         "clock": {kind: axis(run, kind) for kind in ("time", "tokens")},
         "config": {k: hide(v, k) for k, v in list(run.flat.items())[:MAX_KEYS]},
         "attempts": [attempt(start) for start in run.attempts[-20:]],
-        "samples": pick_samples(run),
+        "samples": pick_samples(run, thumbnails),
+        "thumbnails": thumbnails,
         "warnings": [hide_text(line)[:600] for line in run.log if is_warning(line)][-MAX_WARNINGS:],
         "hardware": hardware(run),
     }
@@ -187,8 +194,9 @@ def text(value: Any) -> str:
     return "" if value is None else shorten(escape_control_chars(str(value)), 500)
 
 
-def pick_samples(run: WatchedRun) -> list[dict[str, Any]]:
-    """Best and worst of some steps, the newest step first."""
+def pick_samples(run: WatchedRun, thumbnails: dict[str, str]) -> list[dict[str, Any]]:
+    """Best and worst of some steps, the newest step first; adds their images to thumbnails, by
+    their hashes."""
     by_step: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for sample in run.samples:
         step = sample.get("step")
@@ -205,35 +213,53 @@ def pick_samples(run: WatchedRun) -> list[dict[str, Any]]:
         unrewarded = [s for s in by_step[step] if not is_number(s.get("reward"))]
         best = rewarded[:MAX_EACH]
         worst = rewarded[MAX_EACH:][-MAX_EACH:]
-        picked.append(
-            {"step": step, "samples": [show_sample(s) for s in (*best, *worst, *unrewarded[:2])]}
-        )
+        chosen = [*best, *worst, *unrewarded[:2]]
+        for sample in chosen:
+            add_thumbnails(sample, thumbnails)
+        picked.append({"step": step, "samples": [show_sample(s, thumbnails) for s in chosen]})
     return picked
 
 
-def show_sample(sample: dict[str, Any]) -> dict[str, Any]:
-    """Return one answer as texts."""
-    shown_elsewhere = ("prompt", "completion", "step", "reward", "rewards")
+def add_thumbnails(sample: dict[str, Any], thumbnails: dict[str, str]) -> None:
+    """Add the images of a sample as long as there are fewer than MAX_THUMBNAILS."""
+    own = sample.get("thumbnails")
+    for key, url in own.items() if isinstance(own, dict) else ():
+        if len(thumbnails) < MAX_THUMBNAILS and THUMBNAIL.fullmatch(str(url)):
+            thumbnails.setdefault(text(key)[:80], url)
+
+
+def show_sample(sample: dict[str, Any], thumbnails: Mapping[str, str]) -> dict[str, Any]:
+    """Return one answer as texts, and the keys of its images among the thumbnails."""
+    show_part = partial(show_message, thumbnails=thumbnails)
+    shown_elsewhere = ("prompt", "completion", "step", "reward", "rewards", "thumbnails")
     rewards = sample.get("rewards")
     extras = {**(rewards if isinstance(rewards, dict) else {})}
     extras |= {k: v for k, v in sample.items() if k not in shown_elsewhere}
     return {
         "reward": sample["reward"] if is_number(sample.get("reward")) else None,
         "facts": [[text(k)[:80], v if is_number(v) else text(v)[:200]] for k, v in extras.items()],
-        "prompt": [show_message(m, "prompt") for m in read_messages(sample.get("prompt"))[-6:]],
+        "prompt": [show_part(m, "prompt") for m in read_messages(sample.get("prompt"))[-6:]],
         "answer": [
-            show_message(m, "answer")
-            for m in read_messages(sample.get("completion"))[:MAX_MESSAGES]
+            show_part(m, "answer") for m in read_messages(sample.get("completion"))[:MAX_MESSAGES]
         ],
     }
 
 
-def show_message(message: dict[str, Any], kind: str) -> list[str]:
-    """[role, text, tool calls]"""
+def show_message(
+    message: dict[str, Any], kind: str, thumbnails: Mapping[str, str]
+) -> tuple[str, str, str, list[str]]:
+    """(role, text, tool calls, keys of images)"""
     role = f"{text(message.get('role') or kind)} {text(message.get('name'))}".strip()[:80]
     calls = message.get("tool_calls")
     shown = shorten(escape_control_chars(message_text(message)), MAX_TEXT)
-    return [role, shown, "" if not calls else shorten(escape_control_chars(str(calls)), MAX_TEXT)]
+    called = "" if not calls else shorten(escape_control_chars(str(calls)), MAX_TEXT)
+    parts = message.get("content")
+    keys = [
+        key
+        for part in (parts if isinstance(parts, list) else [])
+        if isinstance(part, dict) and (key := str(part.get("sha256"))) in thumbnails
+    ]
+    return role, shown, called, keys[:MAX_MESSAGES]
 
 
 def hardware(run: WatchedRun) -> dict[str, list[list[float]]]:

@@ -170,7 +170,7 @@ def draw_conversation(sample: Sample, unfolded: bool) -> Text:
     folded unless `unfolded`."""
     rewards = sample.get("rewards")
     facts = {"reward": sample.get("reward"), **(rewards if isinstance(rewards, dict) else {})}
-    hidden = ("prompt", "completion", "step", "rewards", *facts)
+    hidden = ("prompt", "completion", "step", "rewards", "thumbnails", *facts)
     facts |= {name: value for name, value in sample.items() if name not in hidden}
     shown = (
         f"{flat(name)[:80]} {plain(value) if is_number(value) else flat(value)[:200]}"
