@@ -4,8 +4,6 @@ import base64
 import hashlib
 import re
 from collections import Counter
-from pathlib import Path
-
 import numpy as np
 import pytest
 from smolvlm_text import open_tokenizer
@@ -98,9 +96,9 @@ def test_options_that_are_not_read_are_named(options, message):
 
 
 def test_preprocess_writes_a_page_with_thumbnails(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(Path(__file__).parents[2])
+    monkeypatch.chdir(tmp_path)  # the config comes with jaxtrain, and so does its template
     page = tmp_path / "page.html"
-    words = ["preprocess", "--config", "configs/vision_shapes.toml", "--samples", "2"]
+    words = ["preprocess", "--config", "vision_shapes", "--samples", "2"]
     words += ["--show", str(page), "data.datasets.0.options.num_rows=4", "data.eval_datasets=[]"]
     assert (main(words) or 0) == 0
     shown, text = capsys.readouterr().out, page.read_text()

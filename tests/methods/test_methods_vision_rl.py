@@ -112,7 +112,9 @@ def check_run(lines, output):
     samples = list(map(json.loads, (output / "samples.jsonl").read_text().splitlines()))
     assert any("set" in line for line in samples), "an evaluation set is answered"
     for line in samples:
-        assert line["prompt"][-1]["content"][1] == {"type": "text", "text": "Which?"}
+        image, text = line["prompt"][-1]["content"]
+        assert text == {"type": "text", "text": "Which?"}
+        assert line["thumbnails"][image["sha256"]].startswith("data:image/jpeg;base64,")
 
 
 def test_a_run_draws_answers_to_pictures(smolvlm):

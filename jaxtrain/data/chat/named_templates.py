@@ -8,6 +8,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.config.bundled import recipes_folder
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import read_text
 from jaxtrain.text_safety import show
@@ -40,8 +41,9 @@ def read_template(name: str) -> str:
         return config["chat_template"]
     if name in TOKENS:
         return (FOLDER / f"{name}.jinja").read_text(encoding="utf-8").removesuffix("\n")
-    file = Path(name)
-    if not file.is_file():
+    # A config that comes with jaxtrain names a template beside it, from wherever it is used.
+    file = next((f for f in (Path(name), recipes_folder().parent / name) if f.is_file()), None)
+    if file is None:
         raise UserError(
             f"model.chat_template: no such file: {show(name)}, and no template of that name; named"
             f" are {', '.join(TOKENS)}"
