@@ -4,6 +4,7 @@ import base64
 import hashlib
 import re
 from collections import Counter
+
 import numpy as np
 import pytest
 from smolvlm_text import open_tokenizer
