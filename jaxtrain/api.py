@@ -192,25 +192,31 @@ class Model:
         draft: str | None = None,
         policy: str | None = None,
         max_batch: int | None = None,
+        prefixes: int | None = 0,
     ) -> Requests:
         """Return a sampler with these weights. raw: an answer ends with its text, not with a turn.
         draft: folder of a draft model for speculative decoding: same answers, faster. policy:
         another one of `policies`. max_batch: most answers that are drawn at once, by
-        default what the memory has room for."""
+        default what the memory has room for. prefixes: answers whose states stay for prompts that
+        begin like them (None: a quarter of max_batch)."""
         self.require_language()
         model = (self.snapshot if policy is None else self.policies[policy]).model()
         if draft is not None:
             self.require_next_token()
             bundle = self.snapshot.roles.bundle
             model = DraftedModel(model, open_draft(draft, bundle, self.mesh, "the draft"))
-        make: Callable[..., Requests] = self.open_sampler or LocalSampler
         memory = (next(iter(self.mesh.local_devices)).memory_stats() or {}).get("bytes_limit", 0)
         rows = choose_rows(model, memory) if self.open_sampler is None else SAMPLING_ROWS[0]
+        max_batch = min(rows, max_batch or rows)
+        make: Callable[..., Requests] | None = self.open_sampler
+        if make is None:
+            kept = max(1, max_batch // 4) if prefixes is None else prefixes
+            make = functools.partial(LocalSampler, prefixes=kept)
         return make(
             model,
             end_of_turn_ids(self.tokenizer, raw),
             max_len=self.max_len,
-            max_batch=min(rows, max_batch or rows),
+            max_batch=max_batch,
             to_text=self.tokenizer.decode,
             tokenizer=self.tokenizer,
         )

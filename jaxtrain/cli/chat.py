@@ -106,7 +106,7 @@ class ModelSpeaker:
         from jaxtrain.generation.serving.answerer import ServedModel
         from jaxtrain.generation.serving.open_request import ServingFormat
 
-        sampler = model.sampler(True)
+        sampler = model.sampler(True, prefixes=1)
         sampler.use(split_layers(model, sampler.model), model.snapshot.step)
         self.form = ServingFormat(model.tokenizer, model.vocab_size, model.max_len)
         engine = LocalEngine(sampler, thread)

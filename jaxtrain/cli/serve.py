@@ -65,6 +65,13 @@ def run_serve(argv: list[str]) -> None:
         help="most answers that are drawn at once; default: what the memory has room for",
     )
     parser.add_argument(
+        "--prefix-cache",
+        type=int,
+        metavar="N",
+        help="conversations whose states stay in memory, so that their next turn reads only what is"
+        " new; 0: none; default: a quarter of --max-num-seqs",
+    )
+    parser.add_argument(
         "--draft", type=os.path.expanduser, help="folder of a draft model (dflash, eagle3)"
     )
     parser.add_argument(
@@ -98,10 +105,12 @@ def run_serve(argv: list[str]) -> None:
     if (
         args.max_model_len < 2
         or (1 if args.max_num_seqs is None else args.max_num_seqs) < 1
+        or (args.prefix_cache or 0) < 0
         or not 0 <= args.port < 65536
     ):
         raise UserError(
-            "serve: --max-model-len is at least 2, --max-num-seqs at least 1, --port 0 to 65535"
+            "serve: --max-model-len is at least 2, --max-num-seqs at least 1, --prefix-cache at"
+            " least 0, --port 0 to 65535"
         )
     key = read_key(args.api_key_file)
     require_key(args.host, key)
@@ -240,7 +249,7 @@ def open_models(
         raise UserError(f"{model.name} has trained several policies, for which no draft guesses")
     engines, models = [], []
     for policy in policies:
-        sampler = model.sampler(True, args.draft, policy, args.max_num_seqs)
+        sampler = model.sampler(True, args.draft, policy, args.max_num_seqs, args.prefix_cache)
         sampler.use(split_layers(model, sampler.model), model.snapshot.step)
         engine = LocalEngine(sampler, thread)
         engines.append(engine)
@@ -258,7 +267,7 @@ def open_loader(
     rows = max(1, served.sampler.max_batch // (args.max_loras or len(args.lora)))
 
     def open_engine(weights: Any) -> LocalEngine:
-        sampler = model.sampler(True, max_batch=rows)
+        sampler = model.sampler(True, max_batch=rows, prefixes=args.prefix_cache)
         sampler.use(weights, 0)
         return LocalEngine(sampler, thread)
 

@@ -123,6 +123,10 @@ class PathEngine:
         async with self.samplers.turn(self.path) as engine:
             return await engine.score(tokens)
 
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Return the numbers of tokens of prompts; see LocalEngine.prefix_tokens."""
+        return self.samplers.engine.prefix_tokens()
+
     def load(self) -> tuple[int, int]:
         """Return the numbers of requests that are drawn, and that wait for a row."""
         return self.samplers.engine.load()

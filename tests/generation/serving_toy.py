@@ -23,6 +23,9 @@ class WatchedScript(ScriptedEngine):
     def load(self):
         return 0, 0
 
+    def prefix_tokens(self):
+        return 0, 0
+
     reports_likely = False
 
     async def generate(self, prompt, sampling, stop_ids=(), index=0, likely=0, watch=None):

@@ -93,7 +93,7 @@ class UnmaskingSampler(Requests):
     def step(self) -> list[Request]:
         """Unmask a block of every answer in progress; return the requests that have ended."""
         self._running = [running for running in self._running if not running.request.aborted]
-        model, version = self._weights
+        model, version, _ = self._weights
         while self._waiting and len(self._running) < self.max_batch:
             request = self._waiting.popleft()
             if not request.aborted:

@@ -140,6 +140,11 @@ class LocalEngine:
         waiting = min(self.sampler.num_waiting, len(self._futures))
         return len(self._futures) - waiting, waiting
 
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Return the numbers of tokens of all prompts so far, and of those that were not read
+        again, since an earlier answer had read them."""
+        return self.sampler.prefix_tokens()
+
     def _executor(self) -> ThreadPoolExecutor:
         """Return the thread in which the device works."""
         if self._thread is None and self._shared is None:

@@ -16,7 +16,7 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import jax
@@ -33,6 +33,15 @@ MAX_PATCHES = 1 << 15
 """Patches of a group of prompts, so that the tower's activations have room."""
 
 
+class Known(NamedTuple):
+    """Beginning of a prompt that need not be read."""
+
+    row: int
+    """Of the kept states (prefix_cache.py)."""
+    count: int
+    """Tokens."""
+
+
 @dataclass(frozen=True)
 class Prompt:
     """Tokens to be continued. Two are equal if tokens and images are: different images have the
@@ -42,6 +51,8 @@ class Prompt:
     images: tuple[Image, ...] = ()
     slot: tuple[int, ...] = ()
     """As in PlacedImages; empty without images."""
+    known: Known | None = field(default=None, compare=False)
+    """A state to begin from; None: the empty one."""
 
     @classmethod
     def of(cls, tokens: Sequence[int], placed: PlacedImages | None) -> "Prompt":
@@ -55,8 +66,14 @@ class Prompt:
         """Its images."""
         return PlacedImages(self.images, np.array(self.slot, np.int32))
 
+    @property
+    def start(self) -> int:
+        """Number of tokens that need not be read."""
+        return 0 if self.known is None else self.known.count
+
     def __len__(self) -> int:
-        return len(self.tokens)
+        """Number of tokens to read."""
+        return len(self.tokens) - self.start
 
 
 class Block(NamedTuple):
@@ -203,6 +220,26 @@ def fill(
     return filled, None if routes is None else read.routed.astype(routes.dtype)
 
 
+@functools.partial(jax.jit, donate_argnames=("filled",))
+def resume(
+    model: Any,
+    filled: FilledPrompts,
+    row: jax.Array,
+    kept: Any,
+    source: jax.Array,
+    count: jax.Array,
+) -> FilledPrompts:
+    """Return the rows with one that has read the first `count` tokens of row `source` of another
+    cache, of no more slots; int32 []."""
+    cache = model.insert(filled.cache, row[None], kept, source[None])
+    shift_U = filled.shift
+    return filled._replace(
+        cache=cache._replace(length=cache.length.at[row].set(count)),
+        length=filled.length.at[row].set(count),
+        shift=None if shift_U is None else shift_U.at[row].set(0),
+    )
+
+
 def read_prompts(
     model: Any,
     prompts: Sequence[Prompt],
@@ -210,13 +247,14 @@ def read_prompts(
     slots: int,
     routes: RouteShape | None = None,
     packer: ImagePacker | None = None,
+    kept: Any = None,
 ) -> Iterator[PrefillCall]:
     """Read distinct prompts, each of at most `slots` tokens, with the blocks that suit them.
-    packer: makes patches, for prompts with images."""
+    packer: makes patches, for prompts with images. kept: states that known beginnings are in."""
     texts = [prompt for prompt in prompts if not prompt.images]
     for block, assigned in zip(blocks, assign(texts, *blocks), strict=True):
         if assigned:
-            yield from read_by(block, model, assigned, slots, routes)
+            yield from read_by(block, model, assigned, slots, routes, kept=kept)
     if len(texts) < len(prompts):
         assert packer is not None, "prompts with images need what makes patches of them"
         pictured = sorted((prompt for prompt in prompts if prompt.images), key=len)
@@ -251,9 +289,10 @@ def read_by(
     slots: int,
     routes: RouteShape | None,
     images: ImagePrompts | None = None,
+    kept: Any = None,
 ) -> Iterator[PrefillCall]:
     """Read prompts with one block. images: all prompts have images, whose features are those of
-    a group that begins together."""
+    a group that begins together. kept: see read_prompts."""
     filled = empty_prompts(model, U=block.rows, S=slots)
     waiting = deque(prompts)
     reading: list[tuple[Prompt, int] | None] = [None] * block.rows
@@ -270,15 +309,20 @@ def read_by(
         chunks = []
         for row in range(block.rows):
             if reading[row] is None and waiting and begins:
-                reading[row], fresh_U[row] = (waiting.popleft(), 0), True
+                prompt = waiting.popleft()
+                reading[row], fresh_U[row] = (prompt, prompt.start), prompt.known is None
+                if prompt.known is not None:
+                    place = np.int32(row), kept, *map(np.int32, prompt.known)
+                    filled = resume(model, filled, *place)
             if (current := reading[row]) is None:
                 continue
             prompt, start = current
             chunk = prompt.tokens[start : start + block.tokens]
             tokens_UC[row, : len(chunk)], counts_U[row] = chunk, len(chunk)
             stop = start + len(chunk)
-            reading[row] = None if stop == len(prompt) else (prompt, stop)
-            chunks.append(ReadChunk(row, prompt, len(chunk), stop == len(prompt)))
+            ended = stop == len(prompt.tokens)
+            reading[row] = None if ended else (prompt, stop)
+            chunks.append(ReadChunk(row, prompt, len(chunk), ended))
         filled, routed = fill(model, filled, tokens_UC, counts_U, fresh_U, routes, group)
         yield PrefillCall(filled, chunks, routed)
         if group is not None:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -22,6 +22,15 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.engine import Completion, FinishReason, Sampling
 from jaxtrain.generation.local.constraints import Constraint, Grammars
+
+
+class Weights(NamedTuple):
+    """Weights that draw, replaced as a whole."""
+
+    model: Any
+    version: int
+    identity: object
+    """Another one after every `use`, which no request that outlives the weights holds them by."""
 
 
 @dataclass(eq=False)
@@ -50,6 +59,8 @@ class Request:
     constraint: Constraint | None = None
     """What its next token must match; None: nothing."""
     finish_reason: FinishReason = "length"
+    begun_with: object = None
+    """Identity of the weights that read its prompt."""
     aborted: bool = False
     streamed: bool = False
     """Its tokens are read as they are drawn, so chunks are short."""
@@ -95,7 +106,7 @@ class Requests(ABC):
         self.mesh = mesh
         # One tuple, replaced as a whole: `use` may be called by another thread in the middle of a
         # chunk, whose tokens must carry the version of the weights that drew them.
-        self._weights: tuple[Any, int] = (model, -1)
+        self._weights = Weights(model, -1, object())
         self._waiting: deque[Request] = deque()
         self.phase: Callable[[str], AbstractContextManager[object]] = nullcontext
         """Context around each part of a step, for the seconds that it takes."""
@@ -118,7 +129,7 @@ class Requests(ABC):
 
         A model of the same shape compiles nothing. May be called from any thread.
         """
-        self._weights = (model, version)
+        self._weights = Weights(model, version, object())
 
     def on_mesh(self) -> AbstractContextManager:
         """Return the context in which the sampler's programs run."""
@@ -127,12 +138,12 @@ class Requests(ABC):
     @property
     def model(self) -> Any:
         """Return the model that draws the next chunk."""
-        return self._weights[0]
+        return self._weights.model
 
     @property
     def version(self) -> int:
         """Return the version of the weights."""
-        return self._weights[1]
+        return self._weights.version
 
     def generate(
         self,
@@ -179,7 +190,7 @@ class Requests(ABC):
         """Return a checked request, for `add`; raises UserError as `generate` does."""
         # Checked here: an index beyond the table would be clamped on the device and continue
         # another prompt without a word.
-        vocab_size = self._weights[0].head().shape[0]
+        vocab_size = self.model.head().shape[0]
         if not 0 < len(prompt) < self.max_len:
             raise UserError(
                 f"{name} has {len(prompt)} tokens; it needs at least 1 and at most "
@@ -193,7 +204,7 @@ class Requests(ABC):
         if images is not None:
             self._check_images(images, len(prompt), name)
         text = prompt if images is None else np.asarray(prompt)[images.slot < 0].tolist()
-        stray = {*getattr(self._weights[0], "never_drawn", ())}.intersection(text)
+        stray = {*getattr(self.model, "never_drawn", ())}.intersection(text)
         if stray:
             raise UserError(
                 f"{name} holds token {min(stray)}, which stands for an image or a video, without"
@@ -225,6 +236,11 @@ class Requests(ABC):
             raise UserError(
                 f"{name} has images, whose tower has no exact form; set rollout.exact to false"
             )
+
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Return the numbers of tokens of all prompts so far, and of those that were not read
+        again, since an earlier answer had read them."""
+        return 0, 0
 
     @property
     def num_waiting(self) -> int:

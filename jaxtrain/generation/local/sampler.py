@@ -14,6 +14,7 @@ prompts. A model with a draft (`DraftedModel`) draws the same tokens in fewer pa
 import itertools
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ from jaxtrain.batch import RouteShape
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.local.constraints import Constraint
 from jaxtrain.generation.local.prefill import Prompt, choose_blocks, read_prompts
+from jaxtrain.generation.local.prefix_cache import PrefixCache
 from jaxtrain.generation.local.requests import Request, Requests
 from jaxtrain.generation.local.slots import (
     CHUNK,
@@ -87,12 +89,16 @@ class LocalSampler(Requests):
         *,
         draft_rows: int = 0,
         routes: RouteShape | None = None,
+        prefixes: int = 0,
         **options: Any,
     ):
         """draft_rows: a draft guesses only while at most so many rows are busy; 0: always. routes:
-        record each token's experts; for a model without a draft. options: of Requests."""
+        record each token's experts; for a model without a draft. prefixes: answers whose states
+        stay, for prompts that begin like them; not with a draft or routes. options: of
+        Requests."""
         super().__init__(model, eos_ids, **options)
         self.draft_rows, self.routes = draft_rows, routes
+        self.prefixes = PrefixCache(prefixes)
         platform = self.mesh.devices.flat[0].platform if self.mesh else jax.default_backend()
         self.blocks = choose_blocks(self.max_batch // REFILL, platform)
         self._running: list[Request | None] = []
@@ -141,17 +147,24 @@ class LocalSampler(Requests):
                 new.append(request)
         if not new:
             return
+        model, version, identity = self._weights
+        if keeps := self._keeps_prefixes():
+            self.prefixes.follow(identity, model)
         self._make_room(busy, new)
-        model, version = self._weights
         free = (row for row, running in enumerate(self._running) if running is None)
         starts: dict[Prompt, list[RowStart]] = {}
         for request in new:
-            entries = starts.setdefault(Prompt.of(request.prompt, request.images), [])
+            request.begun_with = identity
+            prompt = Prompt.of(request.prompt, request.images)
+            if keeps and prompt not in starts and not prompt.images:
+                prompt = replace(prompt, known=self.prefixes.find(prompt.tokens))
+            entries = starts.setdefault(prompt, [])
             row = next(free)
             entries.append(RowStart(request, row, entries[0].row if entries else row))
         kind = find_kind([request.sampling for request in new])
         slots = self._size.slots
-        for call in read_prompts(model, list(starts), self.blocks, slots, self.routes, self.packer):
+        options = slots, self.routes, self.packer, self.prefixes.kept
+        for call in read_prompts(model, list(starts), self.blocks, *options):
             if call.routed is not None:
                 routed_UCE = np.asarray(call.routed)
                 for chunk in call.chunks:
@@ -175,7 +188,7 @@ class LocalSampler(Requests):
     def _make_room(self, busy: int, new: Sequence[Request]) -> None:
         """Ensure that there are rows for the new requests besides `busy` ones, and slots for the
         longest."""
-        model = self._weights[0]
+        model = self.model
         # A cycle writes all K guesses to the cache before it knows which are accepted, so a row
         # needs slots beyond its limit.
         spare = model.draft.num_drafted if isinstance(model, DraftedModel) else 0
@@ -183,7 +196,10 @@ class LocalSampler(Requests):
         requests = [*new, *list(self._waiting)]
         needed = RowsSize(
             min(busy + len(requests), self.max_batch),
-            max(len(request.prompt) + request.limit for request in requests) + spare,
+            max(
+                max(len(request.prompt) + request.limit for request in requests) + spare,
+                self.prefixes.slots,
+            ),
             max(len(request.ends) for request in requests),
         )
         if self._rows is not None and needed.fits(self._size):
@@ -246,7 +262,7 @@ class LocalSampler(Requests):
     def _draw(self) -> list[Request]:
         """Draw a chunk for all rows; return the requests that ended, whose rows are now free."""
         # Read once: `use` may replace the weights from another thread during the chunk.
-        model, version = self._weights
+        model, version, identity = self._weights
         constrained = self._is_constrained()
         speculates = isinstance(model, DraftedModel) and not constrained and self._is_calm()
         busy = [(row, request) for row, request in enumerate(self._running) if request is not None]
@@ -269,7 +285,7 @@ class LocalSampler(Requests):
                 for row, request in busy:
                     request.routed.append(routed_BCR[row, : count_B[row]].copy())
         tokens_BC, logprobs_BC, handed_B, done_B = map(np.asarray, (*drawn, self._rows.done))
-        ended = []
+        keeps, ended = self._keeps_prefixes(), []
         for row, request in busy:
             if request.aborted:
                 self._running[row] = None
@@ -284,6 +300,7 @@ class LocalSampler(Requests):
             over = bool(done_B[row])
             if over and request.tokens and request.tokens[-1] in request.ends:
                 request.finish_reason = "stop"
+            read = [*request.prompt, *request.tokens] if over or request.sampling.stop else []
             cut = self._find_stop(request.tokens, seen, request.sampling.stop)
             if cut is not None:
                 del request.tokens[cut:], request.logprobs[cut:], request.versions[cut:]
@@ -293,7 +310,20 @@ class LocalSampler(Requests):
                 # or until it is filled again.
                 self._running[row] = None
                 ended.append(request)
+                if keeps and request.begun_with is identity and request.images is None:
+                    # The last token that a row draws is not read, but those behind a stop text are.
+                    read = read[: int(np.asarray(self._rows.cache.length)[row])]
+                    self.prefixes.store(model, self._rows.cache, row, read, self._size.slots)
         return ended
+
+    @override
+    def prefix_tokens(self) -> tuple[int, int]:
+        return self.prefixes.queried, self.prefixes.hits
+
+    def _keeps_prefixes(self) -> bool:
+        return bool(self.prefixes.rows) and self.routes is None and not isinstance(
+            self.model, DraftedModel
+        )
 
     def _count_steps(self) -> np.int32:
         """Return the tokens of a chunk: few while someone reads along, one if the rows are few."""
@@ -331,7 +361,7 @@ class LocalSampler(Requests):
         return bits
 
     def _all_bits(self, rows: int) -> np.ndarray:
-        words = -(-self._weights[0].head().shape[0] // 32)
+        words = -(-self.model.head().shape[0] // 32)
         return np.full((rows, words), 0xFFFFFFFF, np.uint32)
 
     def _is_calm(self) -> bool:

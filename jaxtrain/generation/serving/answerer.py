@@ -68,6 +68,11 @@ class WatchedEngine(Protocol):
         """Return the numbers of requests that are drawn, and that wait for a row."""
         ...
 
+    def prefix_tokens(self) -> tuple[int, int]:
+        """Return the numbers of tokens of all prompts so far, and of those that were not read
+        again, since an earlier answer had read them."""
+        ...
+
 
 class ServedModel:
     """A model by its name in requests, and the version of its weights."""
@@ -163,7 +168,10 @@ class Answerer:
         loads = [model.engine.load() for model in self.models.values()]
         running, waiting = (sum(numbers) for numbers in zip(*loads, strict=True))
         lines = [f"vllm:num_requests_running {running}", f"vllm:num_requests_waiting {waiting}"]
-        lines += [f"vllm:{name}_total {count}" for name, count in self.totals.items()]
+        pairs = [model.engine.prefix_tokens() for model in self.models.values()]
+        queries, hits = (sum(numbers) for numbers in zip(*pairs, strict=True))
+        totals = {**self.totals, "prefix_cache_queries": queries, "prefix_cache_hits": hits}
+        lines += [f"vllm:{name}_total {count}" for name, count in totals.items()]
         return web.Response(text="\n".join(lines) + "\n")
 
     async def _list_models(self, request: web.Request) -> web.Response:
