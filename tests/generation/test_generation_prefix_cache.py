@@ -54,9 +54,7 @@ def test_the_second_turn_reads_only_what_is_new(model):
     # A turn that was written otherwise shares its beginning; two answers of one prompt read once.
     edited = [*PROMPT[:70], 5, *MORE]
     before = counts(sampler)
-    check_same(
-        sampler.generate([edited, edited], GREEDY), plain.generate([edited, edited], GREEDY)
-    )
+    check_same(sampler.generate([edited, edited], GREEDY), plain.generate([edited, edited], GREEDY))
     assert np.subtract(counts(sampler), before).tolist() == [len(edited), 70]
     assert counts(plain) == (0, 0) and plain.prefixes.kept is None
 

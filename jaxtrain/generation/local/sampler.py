@@ -321,8 +321,10 @@ class LocalSampler(Requests):
         return self.prefixes.queried, self.prefixes.hits
 
     def _keeps_prefixes(self) -> bool:
-        return bool(self.prefixes.rows) and self.routes is None and not isinstance(
-            self.model, DraftedModel
+        return (
+            bool(self.prefixes.rows)
+            and self.routes is None
+            and not isinstance(self.model, DraftedModel)
         )
 
     def _count_steps(self) -> np.int32:
