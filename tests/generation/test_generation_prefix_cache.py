@@ -1,4 +1,4 @@
-"""Turns of a conversation: what an earlier turn has read is not read again, with the same numbers."""
+"""Turns of a conversation: what an earlier one has read is not read again, with equal numbers."""
 
 import jax
 import numpy as np
