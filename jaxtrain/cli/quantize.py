@@ -35,6 +35,19 @@ def run_quantize(argv: list[str]) -> None:
         "--group", type=int, default=128, help="of int4: numbers that share a scale (default 128)"
     )
     parser.add_argument(
+        "--layout",
+        choices=("compressed-tensors", "torchao"),
+        default="compressed-tensors",
+        help="of the folder's tensors: as vLLM and transformers read them (default), or as"
+        " transformers does with torchao (fp8 and int8)",
+    )
+    parser.add_argument(
+        "--tables",
+        choices=("none", "head", "all"),
+        default="none",
+        help="quantize a head of its own, too, or it and the embeddings (torchao); default none",
+    )
+    parser.add_argument(
         "--output", type=expand_path, help="default, of a run: RUN/quantized-SCHEME"
     )
     parser.add_argument("--step", type=int, help="of a run; default: the newest checkpoint")
@@ -80,6 +93,16 @@ def quantize_command(args: argparse.Namespace) -> None:
         )
     if args.group < 1:
         raise UserError(f"--group {args.group} is no size of a group; 128, 64 or 32 are usual")
+    torchao = args.layout == "torchao"
+    if torchao and args.scheme == "int4":
+        raise UserError(
+            "quantize: --layout torchao has fp8 and int8; torchao packs int4 for one kind of device"
+        )
+    if args.tables == "all" and not torchao:
+        raise UserError(
+            "quantize: transformers loads no embeddings that compressed-tensors has quantized; add"
+            " --layout torchao, or --tables head"
+        )
     if not is_run and args.step is not None:
         raise UserError(f"quantize: --step is of a run's checkpoints, and {source} is no run")
     require_run("quantize", source, args.overrides, is_run)
@@ -93,9 +116,17 @@ def quantize_command(args: argparse.Namespace) -> None:
     model = source / ("merged" if adapter else "model") if is_run else source
     with plain_folder(args, trained, output.parent) as plain:
         family = None if trained is None else trained.config.model.family
-        names = choose_matrices(plain, family)
+        names = choose_matrices(plain, family) | list_tables(plain, family, args.tables)
         with replace_folder(output) as unfinished:
-            summary = quantize_folder(plain, unfinished, args.scheme, args.group, names)
+            summary = quantize_folder(
+                plain,
+                unfinished,
+                args.scheme,
+                args.group,
+                names,
+                layout=args.layout,
+                embeddings=args.tables == "all",
+            )
         print(
             f"{summary.matrices} matrices of {source} in {args.scheme},"
             f" {summary.before / 1e6:.1f} ->"
@@ -184,6 +215,27 @@ def choose_matrices(folder: Path, family: str | None = None) -> set[str]:
     check_experts(config)
     if not names:
         raise UserError(f"quantize: {config.architecture} has no matrices to quantize")
+    return names
+
+
+def list_tables(folder: Path, family: str | None, tables: str) -> set[str]:
+    """Return the tensors of the head ("head") or of it and the embeddings ("all"); UserError for a
+    head that is the table of embeddings, unless both are asked for."""
+    from jaxtrain.models import families
+
+    config = families.read_config(folder, family)
+    params = {"none": (), "head": ("lm_head.",), "all": ("embed.", "lm_head.")}[tables]
+    names = {
+        name
+        for entry in families.family(config).names(config)
+        if entry.param.startswith(params or "-") and entry.param.endswith(".embedding")
+        for name in entry.op.shapes((config.vocab_size, config.hidden_size))
+    }
+    if params and not names:
+        raise UserError(
+            f"quantize: the head of {config.architecture} in {folder} is its table of embeddings;"
+            " remove --tables head, or quantize both by --layout torchao --tables all"
+        )
     return names
 
 

@@ -1,5 +1,5 @@
 """Matrices in the layouts of compressed-tensors, which vLLM and transformers read; both directions.
-Those of NVIDIA's modelopt, and NVFP4 of either, are read.
+Those of NVIDIA's modelopt, NVFP4 of either, and int8 and float8 of torchao are read.
 
     scheme  tensors of a matrix X [out, in]                                   w =
     fp8     X.weight float8_e4m3fn [out, in], X.weight_scale [out, 1] or [1]  weight x scale
@@ -35,6 +35,13 @@ NIBBLES = 8
 """Codes of 4 bits in a word of weight_packed."""
 MODELOPT = "modelopt"
 """quantization_config.quant_method of NVIDIA's folders."""
+TORCHAO = "torchao"
+"""quantization_config.quant_method of torchao's folders, which huggingface/torchao.py writes."""
+TORCHAO_CONFIGS = (
+    *("Int8WeightOnlyConfig", "Int8DynamicActivationInt8WeightConfig"),
+    *("Float8WeightOnlyConfig", "Float8DynamicActivationFloat8WeightConfig"),
+)
+"""Configs of torchao whose weights are read."""
 ALGORITHMS = ("FP8", "NVFP4")
 """Values of quant_algo of modelopt that are read."""
 NVFP4_FORMAT, NVFP4_GROUP = "nvfp4-pack-quantized", 16
@@ -108,11 +115,19 @@ def encode(scheme: Scheme, matrix: np.ndarray, group: int) -> dict[str, np.ndarr
 class Compressed:
     """A matrix [out, in] stored in these layouts; a `packed.PackedTensor`."""
 
-    def __init__(self, name: str, tensors: Mapping[str, TensorLocation]):
-        """name: "X.weight"."""
+    def __init__(
+        self, name: str, tensors: Mapping[str, TensorLocation], parts: tuple[str, ...] = ()
+    ):
+        """name: "X.weight". parts: names of codes, scales and zero points, where they are not those
+        of compressed-tensors."""
         self.grouped = f"{name}_packed" in tensors
-        parts = ("_packed", "_scale", "_shape") if self.grouped else ("", "_scale")
-        self.parts = tuple(name + part for part in parts)
+        ends = ("_packed", "_scale", "_shape") if self.grouped else ("", "_scale")
+        self.parts = parts or tuple(name + end for end in ends)
+        for zeros in parts[2:]:
+            if tensors[zeros].read(full_index(tensors[zeros].shape)).any():
+                raise UserError(
+                    f"{tensors[zeros].file}: {shorten(zeros)} is not 0; read are symmetric weights"
+                )
         codes, scales = tensors[self.parts[0]], tensors[self.parts[1]]
         shape = codes.shape
         if self.grouped:
@@ -200,6 +215,14 @@ def find_compressed(tensors: Mapping[str, TensorLocation]) -> dict[str, Compress
     """Return the matrices that these tensors store in one of the layouts."""
     matrices: dict[str, Compressed | NVFP4] = {}
     for name, scales in tensors.items():
+        if name.endswith("._weight_scale"):  # of torchao
+            stem = name.removesuffix("scale")
+            parts = tuple(stem + end for end in ("qdata", "scale", "zero_point"))
+            present = tuple(part for part in parts if part in tensors)
+            if present[0] == parts[0] and tensors[parts[0]].dtype in (np.dtype(np.int8), FLOAT8):
+                weight = f"{stem.removesuffix('_weight_')}weight"
+                matrices[weight] = Compressed(weight, tensors, present)
+            continue
         base = name.removesuffix("_scale")
         if base == name or not base.endswith(".weight"):
             continue
@@ -261,6 +284,19 @@ def check_config(packing: Mapping[str, Any]) -> None:
                 f"{key_path}: {spell(name)} has weights of {describe(form[1])} bits, type"
                 f" {describe(form[0])}; read are fp8, int8, int4 and nvfp4{advice}"
             )
+
+
+def check_torchao(packing: Mapping[str, Any]) -> None:
+    """Raise UserError for a quantization_config of torchao that is not supported."""
+    described = packing.get("quant_type")
+    kind = described.get("default") if isinstance(described, Mapping) else None
+    kind = kind.get("_type") if isinstance(kind, Mapping) else described
+    if kind not in TORCHAO_CONFIGS:
+        raise UserError(
+            f"config.json: quantization_config of {TORCHAO}: quant_type is {describe(kind)}; read"
+            f" are {', '.join(TORCHAO_CONFIGS)}; convert such weights to plain ones with"
+            " transformers"
+        )
 
 
 def check_modelopt(packing: Mapping[str, Any]) -> None:

@@ -30,8 +30,10 @@ from jaxtrain.huggingface.compressed import (
     METHOD,
     MODELOPT,
     PAIRS,
+    TORCHAO,
     check_config,
     check_modelopt,
+    check_torchao,
     find_compressed,
 )
 from jaxtrain.huggingface.files import describe, shorten, spell
@@ -39,7 +41,7 @@ from jaxtrain.huggingface.ops import Fetch, Index, full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder, TensorLocation
 
 SCALES = "_scale_inv"
-METHODS = ("mxfp4", "fp8", METHOD, MODELOPT)
+METHODS = ("mxfp4", "fp8", METHOD, MODELOPT, TORCHAO)
 """Values of quantization_config.quant_method that are read."""
 MXFP4_BLOCK = 32
 FP8_BLOCK = 128
@@ -277,6 +279,8 @@ def without_packing(raw: Mapping[str, Any]) -> dict[str, Any]:
         )
     if packing.get("quant_method") == MODELOPT:
         check_modelopt(packing)
+    if packing.get("quant_method") == TORCHAO:
+        check_torchao(packing)
     if packing.get("quant_method") == METHOD:
         check_config(packing)
     return {key: value for key, value in raw.items() if key != "quantization_config"}

@@ -3,12 +3,21 @@
 import json
 from collections.abc import Collection, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.compressed import NIBBLES, SCHEMES, encode, encoded_shapes, write_config
+from jaxtrain.huggingface import torchao
+from jaxtrain.huggingface.compressed import (
+    METHOD,
+    NIBBLES,
+    SCHEMES,
+    TORCHAO,
+    encode,
+    encoded_shapes,
+    write_config,
+)
 from jaxtrain.huggingface.copy import copy_beside, is_float
 from jaxtrain.huggingface.files import read_object, shorten, spell
 from jaxtrain.huggingface.ops import TIED_COPY, SplitPiece, full_index
@@ -35,11 +44,15 @@ def quantize_folder(
     group: int,
     names: Collection[str],
     max_shard_bytes: int = MAX_SHARD_BYTES,
+    *,
+    layout: str = METHOD,
+    embeddings: bool = False,
 ) -> QuantizeResult:
     """Write the model of `base` to `output` with the matrices `names` in a scheme of SCHEMES and
     all else byte by byte unchanged; with its tokenizer and configs.
 
-    group: numbers of a row that share a scale, for a scheme with groups. Raises UserError before
+    group: numbers of a row that share a scale, for a scheme with groups. layout: whose tensors,
+    METHOD or TORCHAO. embeddings: the table of embeddings is among `names`. Raises UserError before
     writing for a folder that is quantized already or matrices that do not fit, and while reading
     for numbers that are not finite.
     """
@@ -48,12 +61,26 @@ def quantize_folder(
     files, how = SafetensorsFolder(base), SCHEMES[scheme]
     check_matrices(files, names, group if how.grouped else None)
     plan: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
+    is_torchao = layout == TORCHAO
+
+    def store(name: str, parts: dict[str, Any]) -> dict[str, Any]:
+        if is_torchao:
+            return torchao.store(name, parts)
+        return {name + ending: value for ending, value in parts.items()}
+
+    def shapes_of(shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], Any]]:
+        shapes = encoded_shapes(how, shape, group)
+        if is_torchao:
+            shapes["_scale"] = (shapes["_scale"][0], np.dtype(np.float32))
+            if how.kind == "int":
+                shapes["_zero_point"] = ((shape[0], 1), np.dtype(np.int8))
+        return shapes
+
     for name, stored in files.tensors.items():
         if name not in names:
             plan[name] = (stored.shape, stored.dtype)
             continue
-        for ending, spec in encoded_shapes(how, stored.shape, group).items():
-            plan[name + ending] = spec
+        plan |= store(name, shapes_of(stored.shape))
 
     def pieces() -> Iterator[SplitPiece]:
         for name, stored in files.tensors.items():
@@ -61,23 +88,31 @@ def quantize_folder(
                 for part in cut(stored.shape):
                     yield SplitPiece(name, stored.shape, part, files.fetch(name, part))
                 continue
-            shapes = encoded_shapes(how, stored.shape, group)
+            shapes = shapes_of(stored.shape)
             for rows, columns in cut(stored.shape):
                 matrix = files.fetch(name, (rows, columns))
                 if not np.isfinite(matrix.astype(np.float32)).all():
                     raise UserError(f"{base}: {shorten(name)} holds NaN or infinite values")
-                for ending, array in encode(how, matrix, group).items():
-                    shape = shapes[ending][0]
-                    yield SplitPiece(name + ending, shape, (rows, slice(0, shape[1])), array)
+                for part, array in store(name, encode(how, matrix, group)).items():
+                    shape = plan[part][0]
+                    yield SplitPiece(part, shape, (rows, slice(0, shape[1])), array)
+            whole = {}
             if "_shape" in shapes:
-                yield SplitPiece(
-                    f"{name}_shape", (2,), full_index((2,)), np.array(stored.shape, np.int64)
-                )
+                whole["_shape"] = np.array(stored.shape, np.int64)
+            if "_zero_point" in shapes:
+                whole["_zero_point"] = np.zeros(shapes["_zero_point"][0], np.int8)
+            for part, array in store(name, whole).items():
+                yield SplitPiece(part, array.shape, full_index(array.shape), array)
 
-    write_folder(output, plan, pieces(), max_shard_bytes)
+    metadata = torchao.write_metadata(scheme, files.tensors, names) if is_torchao else None
+    write_folder(output, plan, pieces(), max_shard_bytes, metadata=metadata)
     copy_beside(base, output)
     ignore = list_ignored(files, names)
-    config["quantization_config"] = write_config(how, group, ignore)
+    if is_torchao:
+        packing = torchao.write_config(scheme, ignore, embeddings=embeddings)
+    else:
+        packing = write_config(how, group, ignore)
+    config["quantization_config"] = packing
     (output / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     sizes = [
         sum(
@@ -143,7 +178,8 @@ def list_ignored(files: SafetensorsFolder, names: Collection[str]) -> list[str]:
         for name, stored in files.tensors.items()
         if name not in names and name.endswith(".weight") and len(stored.shape) > 1
     }
-    return sorted(plain | {TIED_COPY.removesuffix(".weight")})
+    head = set() if TIED_COPY in names else {TIED_COPY.removesuffix(".weight")}
+    return sorted(plain | head)
 
 
 def cut(shape: tuple[int, ...]) -> Iterator[tuple[slice, ...]]:

@@ -235,11 +235,13 @@ def write_folder(
     pieces: Iterable[SplitPiece],
     max_shard_bytes: int = MAX_SHARD_BYTES,
     single: str = SINGLE,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write tensors {name: (shape, dtype)} from pieces that cover them, cast to those dtypes.
 
     Shards and index are written under temporary names and renamed at the end, the index last; safe
     tensors of an earlier model in the folder are removed. single: the name of a lone shard.
+    metadata: of each file's header, beside its format.
     """
     folder = Path(folder)
     folder.mkdir(parents=True, exist_ok=True)
@@ -252,7 +254,7 @@ def write_folder(
     temporary = [folder / f".{name}.unfinished" for name in names]
     homes: dict[str, TensorLocation] = {}
     for shard, path in zip(shards, temporary, strict=True):
-        homes |= _reserve(path, {name: plan[name] for name in shard})
+        homes |= _reserve(path, {name: plan[name] for name in shard}, metadata or {})
     missing = {name: int(np.prod(shape, dtype=np.int64)) for name, (shape, _) in plan.items()}
     for piece in pieces:
         home = homes[piece.name]
@@ -291,10 +293,12 @@ def _assign(plan: Mapping[str, tuple], max_shard_bytes: int) -> list[list[str]]:
 
 
 def _reserve(
-    path: Path, plan: Mapping[str, tuple[tuple[int, ...], np.dtype]]
+    path: Path,
+    plan: Mapping[str, tuple[tuple[int, ...], np.dtype]],
+    metadata: Mapping[str, str],
 ) -> dict[str, TensorLocation]:
     """Write the header and reserve the bytes; return the location of each tensor of the file."""
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    header: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}
     end = 0
     for name, (shape, dtype) in plan.items():
         start, end = end, end + _nbytes(shape, dtype)

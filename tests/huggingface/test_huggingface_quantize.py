@@ -9,9 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 from flax import nnx
+from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from jaxtrain.cli.quantize import choose_matrices, list_notes
+from jaxtrain.cli.quantize import choose_matrices, list_notes, list_tables
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.compressed import BFLOAT16, SCHEMES, encode
 from jaxtrain.huggingface.copy import copy_folder
@@ -50,6 +51,12 @@ def param_shapes(config) -> dict:
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
     return make(tmp_path_factory.mktemp("quantize") / "base", RAW["qwen3"])
+
+
+@pytest.fixture(scope="module")
+def untied(tmp_path_factory):
+    raw = {**RAW["qwen3"], "tie_word_embeddings": False}
+    return make(tmp_path_factory.mktemp("quantize") / "untied", raw)
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +154,9 @@ def test_what_is_only_carried_along_stays(base, names, tmp_path):
         ({}, ["--scheme", "int4", "--group", "24"], "--group 24 does not divide the 32 inputs"),
         ({}, ["--scheme", "int4"], "such as 16 or 8"),
         ({}, ["--scheme", "int4", "--group", "0"], "no size of a group"),
+        ({}, ["--scheme", "int4", "--layout", "torchao"], "torchao has fp8 and int8"),
+        ({}, ["--scheme", "int8", "--tables", "all"], "add --layout torchao"),
+        ({"tie_word_embeddings": True}, ["--scheme", "int8", "--tables", "head"], "head of Qwen3"),
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, [], "quantized already"),
         ({"quantization_config": {"quant_method": "fp8"}}, [], "jaxtrain export"),
     ],
@@ -233,6 +243,81 @@ def test_transformers_decodes_the_same_numbers(base, names, tmp_path, scheme):
         error = (packed(ids).logits - decoded(ids).logits).abs().max()
     # Seen, of logits of deviation 0.6: int4 0.01 (bfloat16), int8 0.05, fp8 0.2.
     assert error < {"int4": 0.05, "int8": 0.2, "fp8": 0.6}[scheme]
+
+
+def tables_too(base, folder, scheme):
+    names = choose_matrices(base) | list_tables(base, None, "all")
+    quantize_folder(base, folder, scheme, 16, names, layout="torchao", embeddings=True)
+    return names
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+def test_torchao_holds_the_numbers_of_compressed_tensors(untied, tmp_path, scheme):
+    """Names, header and config as torchao 0.18 and transformers 5.24 write them."""
+    names = tables_too(untied, tmp_path / "ao", scheme)
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= names and len(names) == 16
+    quantize_folder(untied, tmp_path / "q", scheme, 16, names)
+    folders = [open_folder(tmp_path / name) for name in ("ao", "q")]
+    assert folders[0].tensors.keys() == folders[1].tensors.keys()
+    for name, stored in folders[0].tensors.items():
+        read = [folder.fetch(name, full_index(stored.shape)) for folder in folders]
+        assert read[0].tobytes() == read[1].tobytes(), name
+    stored = SafetensorsFolder(tmp_path / "ao").tensors
+    module = "model.layers.0.self_attn.q_proj"
+    assert stored[f"{module}._weight_scale"].dtype == np.float32
+    assert (f"{module}._weight_zero_point" in stored) == (scheme == "int8")
+    with safe_open(tmp_path / "ao/model.safetensors", "np") as file:
+        header = file.metadata()
+    assert sorted(json.loads(header["tensor_names"])) == sorted(folders[0].tensors)
+    assert json.loads(header["model.norm.weight"]) == {"_type": "Tensor"}
+    entry = json.loads(header[f"{module}.weight"])
+    assert entry["_type"] == {"int8": "Int8Tensor", "fp8": "Float8Tensor"}[scheme]
+    assert entry["_data"]["block_size"] == [1, 32]
+    assert entry["_data"]["dtype"] == {"_type": "torch.dtype", "_data": "bfloat16"}
+    packing = json.loads((tmp_path / "ao/config.json").read_text())["quantization_config"]
+    assert packing["quant_method"] == "torchao" and packing["include_input_output_embeddings"]
+    assert packing["modules_to_not_convert"] == []
+    loading.check_folder(tmp_path / "ao", families.read_config(tmp_path / "ao"))
+
+
+@pytest.mark.parametrize("scheme", ["int8", "fp8"])
+@pytest.mark.slow
+def test_transformers_reads_torchao_and_the_same_numbers(untied, tmp_path, scheme):
+    """Bit for bit, embeddings and head included."""
+    pytest.importorskip("torchao.quantization", reason="pip install torchao")
+    import torch
+    import transformers
+
+    tables_too(untied, tmp_path / "ao", scheme)
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ao", dtype=torch.bfloat16)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
+    files, packed = open_folder(tmp_path / "ao"), 0
+    for name, value in model.state_dict().items():
+        if hasattr(value, "qdata"):
+            value, packed = value.dequantize(), packed + 1
+        read = files.fetch(name, full_index(files.tensors[name].shape)).astype(np.float32)
+        assert (value.float().numpy() == read).all(), name
+    assert packed == 16
+    ids = torch.arange(40)[None]
+    with torch.no_grad():
+        error = (model(ids).logits.float() - plain(ids).logits).abs().max()
+    # Seen, of logits of deviation 0.07: int8 0.003, fp8 0.01.
+    assert error < {"int8": 0.01, "fp8": 0.03}[scheme]
+
+
+def test_torchao_of_others_that_is_not_read(untied, tmp_path):
+    tables_too(untied, tmp_path / "ao", "int8")
+    config = json.loads((tmp_path / "ao/config.json").read_text())
+    stored = SafetensorsFolder(tmp_path / "ao").tensors["lm_head._weight_zero_point"]
+    out = np.memmap(stored.file, stored.dtype, "r+", stored.offset, stored.shape)
+    out[1] = 3
+    out.flush()
+    with pytest.raises(UserError, match="lm_head._weight_zero_point. is not 0"):
+        open_folder(tmp_path / "ao")
+    config["quantization_config"]["quant_type"]["default"]["_type"] = "Int4WeightOnlyConfig"
+    (tmp_path / "ao/config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match="quant_type is .Int4WeightOnlyConfig"):
+        families.read_config(tmp_path / "ao")
 
 
 @pytest.mark.slow
