@@ -79,7 +79,7 @@ PRESETS = {"int8": "W8A8", "int4": "W4A16"}
 
 def quantize_command(args: argparse.Namespace) -> None:
     """Write the folder, tell its size, and the held-out loss of a run that has data for it."""
-    from jaxtrain.huggingface.quantize import quantize_folder
+    from jaxtrain.huggingface.quantize import Layout, quantize_folder
     from jaxtrain.methods.reopen import holds_run, open_trained
     from jaxtrain.runs.run_files import replace_folder, require_replaceable
 
@@ -124,8 +124,7 @@ def quantize_command(args: argparse.Namespace) -> None:
                 args.scheme,
                 args.group,
                 names,
-                layout=args.layout,
-                embeddings=args.tables == "all",
+                layout=Layout(args.layout, args.tables == "all"),
             )
         print(
             f"{summary.matrices} matrices of {source} in {args.scheme},"

@@ -28,6 +28,18 @@ PART_NUMBERS = 1 << 24
 """Of a matrix, so many are in memory at once, or one row."""
 
 
+class Layout(NamedTuple):
+    """Tensors of a quantized folder."""
+
+    method: str
+    """METHOD or TORCHAO."""
+    embeddings: bool = False
+    """Whether the table of embeddings is quantized, too."""
+
+
+COMPRESSED = Layout(METHOD)
+
+
 class QuantizeResult(NamedTuple):
     """Counts and sizes of a quantized folder."""
 
@@ -44,15 +56,12 @@ def quantize_folder(
     group: int,
     names: Collection[str],
     max_shard_bytes: int = MAX_SHARD_BYTES,
-    *,
-    layout: str = METHOD,
-    embeddings: bool = False,
+    layout: Layout = COMPRESSED,
 ) -> QuantizeResult:
     """Write the model of `base` to `output` with the matrices `names` in a scheme of SCHEMES and
     all else byte by byte unchanged; with its tokenizer and configs.
 
-    group: numbers of a row that share a scale, for a scheme with groups. layout: whose tensors,
-    METHOD or TORCHAO. embeddings: the table of embeddings is among `names`. Raises UserError before
+    group: numbers of a row that share a scale, for a scheme with groups. Raises UserError before
     writing for a folder that is quantized already or matrices that do not fit, and while reading
     for numbers that are not finite.
     """
@@ -61,7 +70,7 @@ def quantize_folder(
     files, how = SafetensorsFolder(base), SCHEMES[scheme]
     check_matrices(files, names, group if how.grouped else None)
     plan: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
-    is_torchao = layout == TORCHAO
+    is_torchao = layout.method == TORCHAO
 
     def store(name: str, parts: dict[str, Any]) -> dict[str, Any]:
         if is_torchao:
@@ -109,7 +118,7 @@ def quantize_folder(
     copy_beside(base, output)
     ignore = list_ignored(files, names)
     if is_torchao:
-        packing = torchao.write_config(scheme, ignore, embeddings=embeddings)
+        packing = torchao.write_config(scheme, ignore, embeddings=layout.embeddings)
     else:
         packing = write_config(how, group, ignore)
     config["quantization_config"] = packing
