@@ -40,6 +40,7 @@ from jaxtrain.adapters.peft_folder import (
     TOWER,
     WEIGHTS,
     PeftFolder,
+    lies_beside,
     module_in_memory,
     open_peft,
 )
@@ -232,14 +233,15 @@ def write_gathered(
     dtype: str | None = None,
 ) -> None:
     """Write the folder of `write_peft` from one process; the parameters may be numpy arrays."""
-    entries = adapter_entries(config, adapter)
+    entries, linears = adapter_entries(config, adapter), find_adaptable(config)
+    beside = lies_beside(module_names(linears))
     plan = {}
     for entry in entries:
         value = params[entry.param]
         for name, shape in entry.op.shapes(value.shape).items():
-            plan[_of_tower(name)] = (shape, np.dtype(dtype or value.dtype))
+            plan[_rename(name, beside)] = (shape, np.dtype(dtype or value.dtype))
     pieces = (
-        piece._replace(name=_of_tower(piece.name))
+        piece._replace(name=_rename(piece.name, beside))
         for entry in entries
         for piece in entry.op.write(params[entry.param], to_host)
     )
@@ -252,7 +254,6 @@ def write_gathered(
         for path, experts in wrapped.items()
         if not experts.alone
     }
-    linears = find_adaptable(config)
     for path, slot in adapter.slots.items():
         if linears[path].preset == ROUTER and is_parameter(name := linears[path].modules[0]):
             modules = [linears[path].modules[layer] for layer in slot.layers or ()]
@@ -263,13 +264,15 @@ def write_gathered(
     # with a tensor for each expert need an expression, and none of their names differs.
     if isinstance(raw["target_modules"], list):
         raw["target_modules"] = [
-            name for module in raw["target_modules"] for name in _names_in_memory(config, module)
+            name
+            for module in raw["target_modules"]
+            for name in _names_in_memory(config, module, beside)
         ]
     for key in ("rank_pattern", "alpha_pattern"):
         raw[key] = {
             name: value
             for module, value in raw[key].items()
-            for name in _names_in_memory(config, module)
+            for name in _names_in_memory(config, module, beside)
         }
     if f"{PREFIX}lm_head.weight" in plan:
         raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
@@ -458,18 +461,19 @@ def _without_form(op: Any) -> UserError:
     )
 
 
-def _names_in_memory(config: DecoderConfig, module: str) -> list[str]:
+def _names_in_memory(config: DecoderConfig, module: str, beside: bool) -> list[str]:
     """Return the names in PEFT of a module of a folder; two where only one of several modules with
     that last name is renamed."""
-    *owner, name = module_in_memory(module).split(".")
+    *owner, name = module_in_memory(module, beside).split(".")
     last = [name, *filter(None, [config.modules_in_memory.get(name)])]
     return [".".join((*owner, part)) for part in last]
 
 
-def _of_tower(name: str) -> str:
-    """Return the name in PEFT of a tensor, whose tower it does not rename."""
+def _rename(name: str, beside: bool) -> str:
+    """Return the name in PEFT of a tensor of a folder, where it does not rename that."""
     module = name.removeprefix(PREFIX)
-    return PREFIX + module_in_memory(module) if TOWER.match(module) else name
+    renamed = beside or TOWER.match(module)
+    return PREFIX + module_in_memory(module, beside) if renamed else name
 
 
 def _peft_name(tensor: str, part: str) -> str:

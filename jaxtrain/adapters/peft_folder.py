@@ -39,6 +39,8 @@ SAYS_NOTHING = {
 RENAMED = (("backbone.", "model."), ("language_model.model.", "model.language_model."))
 """Beginnings of names in folders, and what transformers 5 makes of them: PEFT loads either and
 writes the latter."""
+SIDE_BY_SIDE = (("visual.", "model.visual."), ("model.", "model.language_model."))
+"""Beginnings of names in folders of Qwen2-VL and Qwen2.5-VL, and those in PEFT."""
 TOWER = re.compile(r"(model\.)?vision_tower\.(vision_model\.)?")
 """Beginning of the names of a tower in folders. PEFT knows only what transformers 5 makes of it:
 "model.vision_tower."."""
@@ -71,6 +73,14 @@ class PeftFolder:
     def called_as(self, names: Collection[str]) -> "PeftFolder":
         """Return the adapter with the name prefixes of the base's `names`; see RENAMED."""
         tensors = dict(self.files.tensors)
+        if lies_beside(names):
+            for old, new in SIDE_BY_SIDE:
+                tensors = {
+                    PREFIX + old + name.removeprefix(PREFIX + new)
+                    if name.startswith(PREFIX + new)
+                    else name: stored
+                    for name, stored in tensors.items()
+                }
         for old, new in (*RENAMED, *((new, old) for old, new in RENAMED)):
             if not any(name.startswith(old) for name in names):
                 continue
@@ -259,9 +269,16 @@ def check_ranks(peft: PeftFolder) -> None:
             )
 
 
-def module_in_memory(module: str) -> str:
-    """Return what transformers 5 calls a module of a folder, by its whole name."""
-    for old, new in RENAMED:
+def lies_beside(names: Collection[str]) -> bool:
+    """Return whether a base with modules or tensors of these `names` has a tower beside its text,
+    see SIDE_BY_SIDE."""
+    return any(name.startswith(SIDE_BY_SIDE[0][0]) for name in names)
+
+
+def module_in_memory(module: str, beside: bool = False) -> str:
+    """Return what transformers 5 calls a module of a folder, by its whole name. beside: the folder
+    is one of SIDE_BY_SIDE."""
+    for old, new in SIDE_BY_SIDE if beside else RENAMED:
         if module.startswith(old):
             return new + module.removeprefix(old)
     return TOWER.sub("model.vision_tower.", module, 1) if TOWER.match(module) else module

@@ -39,6 +39,9 @@ class LayerSpec:
     """Name of the keys and values, exported by an earlier layer, that this layer reads."""
     adds: int | None = None
     """Index among `ImageContext.deep` of the features that are added behind the layer."""
+    mask: str = ""
+    """Name of the layer's mask among `StackInputs.masks`; where none has it, the layer reads that
+    of all."""
 
 
 class ImageContext(NamedTuple):

@@ -73,6 +73,8 @@ class StackInputs:
     """A pytree that all blocks get alike."""
     rng_bits: jax.Array | None = None
     """uint32 [B, T] random bits of the tokens, for blocks that draw (see layers.noise)."""
+    masks: Mapping[str, Context] = dataclasses.field(default_factory=dict)
+    """In the place of `context`, for layers that name one."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,7 +249,7 @@ class Stack(nnx.Module):
                 set_rng_bits(block, hash_bits(inputs.rng_bits, number + jnp.uint32(1)))
             has_trial_state = trial and block.mixer.trials == "own"
             block_inputs = LayerInputs(
-                inputs.context,
+                inputs.masks.get(spec.mask, inputs.context),
                 spec,
                 inputs.angles.get(spec.rope),
                 decoding,

@@ -73,6 +73,8 @@ ARCHITECTURES = {
     "PersimmonForCausalLM": "jaxtrain.models.persimmon",
     "Phi3ForCausalLM": "jaxtrain.models.phi3",
     "Qwen2ForCausalLM": "jaxtrain.models.qwen2",
+    "Qwen2VLForConditionalGeneration": "jaxtrain.models.qwen2_vl",
+    "Qwen2_5_VLForConditionalGeneration": "jaxtrain.models.qwen2_5_vl",
     "Qwen2MoeForCausalLM": "jaxtrain.models.qwen2_moe",
     "Qwen3ForCausalLM": "jaxtrain.models.qwen3",
     "Qwen3MoeForCausalLM": "jaxtrain.models.qwen3_moe",

@@ -11,10 +11,10 @@ from jaxtrain.models.blocks import dense_mlp
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.hybrid import HybridConfig, linear_names, make_mixing_block, projection_names
 from jaxtrain.models.naming import attention_names, mlp_names, outer_names
-from jaxtrain.models.qwen_vision import QwenImageConfig, QwenTowerConfig, qwen_names
+from jaxtrain.models.qwen_vision import GridTowerConfig, QwenImageConfig, qwen_names
 
 
-class TowerConfig(QwenTowerConfig):
+class TowerConfig(GridTowerConfig):
     model_type: ClassVar[str] = "qwen3_5_vision"
 
 

@@ -15,10 +15,10 @@ from jaxtrain.models.hybrid_experts import (
     shared_experts_mlp,
 )
 from jaxtrain.models.naming import attention_names, outer_names
-from jaxtrain.models.qwen_vision import QwenImageConfig, QwenTowerConfig, qwen_names
+from jaxtrain.models.qwen_vision import GridTowerConfig, QwenImageConfig, qwen_names
 
 
-class TowerConfig(QwenTowerConfig):
+class TowerConfig(GridTowerConfig):
     model_type: ClassVar[str] = "qwen3_5_moe_vision"
 
 

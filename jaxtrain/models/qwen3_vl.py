@@ -6,12 +6,12 @@ from typing import ClassVar
 
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models import qwen3
-from jaxtrain.models.qwen_vision import QwenImageConfig, QwenTowerConfig, qwen_names
+from jaxtrain.models.qwen_vision import GridTowerConfig, QwenImageConfig, qwen_names
 
 Model = qwen3.Model
 
 
-class TowerConfig(QwenTowerConfig):
+class TowerConfig(GridTowerConfig):
     model_type: ClassVar[str] = "qwen3_vl_vision"
     deep: ClassVar[bool] = True
 

@@ -1,6 +1,6 @@
-"""The tower of Qwen3-VL and Qwen3.5: images of any size, positions between those of a learned
-grid, rotations by row and column, and features for the first layers of the text (DeepStack: Meng
-et al. 2024, arXiv:2406.04334); and what a text around it shares.
+"""The towers of Qwen's models: images of any size, rotations by row and column; those of Qwen3-VL
+and Qwen3.5 also have positions between those of a learned grid, and features for the first layers
+of the text (DeepStack: Meng et al. 2024, arXiv:2406.04334); and what a text around them shares.
 
 Shapes: as in vision.py; M patches of a block.
 """
@@ -29,11 +29,10 @@ from jaxtrain.huggingface.ops import (
 )
 from jaxtrain.layers.linear import LayerInit, Linear
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.norm import LayerNorm
 from jaxtrain.layers.rope import Angles
 from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.multimodal import ImageTextConfig
-from jaxtrain.models.naming import with_prefix
+from jaxtrain.models.naming import NORM_TENSORS, with_prefix
 from jaxtrain.models.vision import (
     Encoder,
     PatchEmbedding,
@@ -51,7 +50,7 @@ LINEARS = {"q": 0, "k": 1, "v": 2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenTowerConfig(VisionConfig):
-    """Its keys of `vision_config`."""
+    """The keys of `vision_config` that all have."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "num_hidden_layers": "depth",
@@ -59,20 +58,20 @@ class QwenTowerConfig(VisionConfig):
     }
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "in_channels": (3,),
+        "in_chans": (3,),
         "temporal_patch_size": (FRAMES,),
     }
-    deep: ClassVar[bool] = False
-    """True where the text's first layers get features of the tower's layers."""
+    patch_bias: ClassVar[bool] = False
+    tensors: ClassVar[Mapping[str, str]]
+    """What parts of the MLPs and of the projector are called in folders."""
     spatial_merge_size: int
     out_hidden_size: int
-    num_position_embeddings: int
     deepstack_visual_indexes: tuple[int, ...] = ()
     rope: tuple[tuple[str, Any], ...] = ()
 
-    @property
-    @override
-    def side(self) -> int:
-        return int(self.num_position_embeddings**0.5)
+    def make_tower(self, options: DecoderOptions, rngs: nnx.Rngs) -> "QwenTower":
+        """Build the tower."""
+        return QwenTower(self, options, rngs)
 
     @override
     def build(self, config: Any, options: DecoderOptions, rngs: nnx.Rngs) -> "QwenVision":
@@ -86,12 +85,40 @@ class QwenTowerConfig(VisionConfig):
                 f"config.json: vision_config.spatial_merge_size={self.spatial_merge_size} must be"
                 " at least 1"
             )
-        head, layers = self.hidden_size // self.num_attention_heads, self.deepstack_visual_indexes
+        head = self.hidden_size // self.num_attention_heads
         if head % 4:
             raise UserError(
                 f"config.json: vision_config: heads of {head} dims; rows and columns turn pairs of"
                 " a half each, which needs a multiple of 4"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GridTowerConfig(QwenTowerConfig):
+    """Keys of a tower with learned positions."""
+
+    patch_bias: ClassVar[bool] = True
+    tensors: ClassVar[Mapping[str, str]] = {
+        **{"up": "linear_fc1", "down": "linear_fc2"},
+        **{"merger.norm": "norm", "merger.up": "linear_fc1", "merger.down": "linear_fc2"},
+    }
+    deep: ClassVar[bool] = False
+    """True where the text's first layers get features of the tower's layers."""
+    num_position_embeddings: int
+
+    @property
+    @override
+    def side(self) -> int:
+        return int(self.num_position_embeddings**0.5)
+
+    @override
+    def make_tower(self, options: DecoderOptions, rngs: nnx.Rngs) -> "GridTower":
+        return GridTower(self, options, rngs)
+
+    @override
+    def check(self) -> None:
+        super().check()
+        layers = self.deepstack_visual_indexes
         if self.side**2 != self.num_position_embeddings:
             raise UserError(
                 f"config.json: vision_config.num_position_embeddings={self.num_position_embeddings}"
@@ -117,6 +144,8 @@ class QwenImageConfig(ImageTextConfig):
     """Not what stands before and behind an image: those are read like text."""
     section: ClassVar[tuple[int, ...]] = (24, 20, 20)
     """mrope_section where config.json has none."""
+    tower_root: ClassVar[str] = "model.visual."
+    """Beginning of the names of the tower's tensors."""
 
     @override
     def check(self) -> None:
@@ -139,7 +168,21 @@ class QwenImageConfig(ImageTextConfig):
         if self.vision is None:
             return None
         [(frequency, _)] = self.encodings().values()
-        return interleave_axes(len(frequency), dict(self.rope).get("mrope_section", self.section))
+        section = dict(self.rope).get("mrope_section", self.section)
+        numbers = section if isinstance(section, list | tuple) else ()
+        if len(numbers) != 3 or any(type(n) is not int or n < 0 for n in numbers):
+            raise UserError(
+                f"config.json: mrope_section is {describe(section)}; it must be three numbers of"
+                " pairs"
+            )
+        return self.divide_axes(len(frequency), section)
+
+    def divide_axes(self, pairs: int, section: Sequence[int]) -> tuple[int, ...]:
+        """Return what each pair of dims turns by, 0 time, 1 row, 2 column: here in turn as long as
+        section [time, row, column] of them last."""
+        return tuple(
+            pair % 3 if pair % 3 and pair < 3 * section[pair % 3] else 0 for pair in range(pairs)
+        )
 
     @override
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -154,28 +197,15 @@ class QwenImageConfig(ImageTextConfig):
         return (*deep, *specs[count:])
 
 
-def interleave_axes(pairs: int, section: Any) -> tuple[int, ...]:
-    """Return what each pair of dims turns by, 0 time, 1 row, 2 column, in turn as long as section
-    [time, row, column] of them last. Raises UserError for another section."""
-    numbers = section if isinstance(section, list | tuple) else ()
-    if len(numbers) != 3 or any(type(n) is not int or n < 0 for n in numbers):
-        raise UserError(
-            f"config.json: mrope_section is {describe(section)}; it must be three numbers of pairs"
-        )
-    return tuple(
-        pair % 3 if pair % 3 and pair < 3 * section[pair % 3] else 0 for pair in range(pairs)
-    )
-
-
 class QwenTower(Encoder):
-    """Patches, positions between those of the learned grid, layers with rotations."""
+    """Patches and layers with rotations."""
 
     def __init__(self, config: QwenTowerConfig, options: DecoderOptions, rngs: nnx.Rngs):
         init = vision_init(config, options, rngs)
-        width, self.side = config.hidden_size, config.side
-        self.patch = PatchEmbedding(3 * config.patch_size**2, width, frames=FRAMES, init=init)
-        shape = (self.side**2, width)
-        self.position_table = nnx.Param(init.normal(shape), axes=(None, "embed"))
+        width, num_in = config.hidden_size, 3 * config.patch_size**2
+        self.patch = PatchEmbedding(
+            num_in, width, frames=FRAMES, use_bias=config.patch_bias, init=init
+        )
         self.stack = make_stack(config, options, rngs)
         self.capture = config.deepstack_visual_indexes
         self.dims = width // config.num_attention_heads // 2
@@ -183,7 +213,30 @@ class QwenTower(Encoder):
 
     @override
     def embed(self, images: Images) -> jax.Array:
-        x_BPD = self.patch(look_up_values(images))
+        return self.patch(look_up_values(images))
+
+    @override
+    def turn(self, images: Images) -> Mapping[str, Angles]:
+        wide = jnp.promote_types(self.patch.dtype, jnp.float32)
+        powers = jnp.arange(0, self.dims, 2, dtype=wide) / self.dims
+        angle_BP2R = images.row_col[..., None].astype(wide) / self.theta**powers
+        angle_BPR = angle_BP2R.reshape(*angle_BP2R.shape[:2], -1)
+        return {"default": Angles(jnp.cos(angle_BPR), jnp.sin(angle_BPR))}
+
+
+class GridTower(QwenTower):
+    """A `QwenTower` with positions between those of the learned grid."""
+
+    def __init__(self, config: GridTowerConfig, options: DecoderOptions, rngs: nnx.Rngs):
+        super().__init__(config, options, rngs)
+        init = vision_init(config, options, rngs)
+        self.side = config.side
+        shape = (self.side**2, config.hidden_size)
+        self.position_table = nnx.Param(init.normal(shape), axes=(None, "embed"))
+
+    @override
+    def embed(self, images: Images) -> jax.Array:
+        x_BPD = super().embed(images)
         table_SD, last = gathered(self.position_table, x_BPD.dtype), self.side - 1
         # Corner on corner, as torch interpolates with align_corners.
         wide = jnp.promote_types(x_BPD.dtype, jnp.float32)
@@ -199,14 +252,6 @@ class QwenTower(Encoder):
                 x_BPD = x_BPD + table_SD[index_BP] * share_BP[..., None]
         return x_BPD
 
-    @override
-    def turn(self, images: Images) -> Mapping[str, Angles]:
-        wide = jnp.promote_types(self.patch.dtype, jnp.float32)
-        powers = jnp.arange(0, self.dims, 2, dtype=wide) / self.dims
-        angle_BP2R = images.row_col[..., None].astype(wide) / self.theta**powers
-        angle_BPR = angle_BP2R.reshape(*angle_BP2R.shape[:2], -1)
-        return {"default": Angles(jnp.cos(angle_BPR), jnp.sin(angle_BPR))}
-
 
 class Merger(nnx.Module):
     """[..., M, D] -> [..., out]: norm, the patches of a block side by side, two matrices with GELU
@@ -217,7 +262,7 @@ class Merger(nnx.Module):
         norm_width = width if joined else config.hidden_size
         eps = config.layer_norm_eps
         self.joined = joined
-        self.norm = LayerNorm(norm_width, eps=eps, param_dtype=init.param_dtype)
+        self.norm = config.norm(norm_width, eps=eps, param_dtype=init.param_dtype)
         self.up = Linear(width, width, axes=("embed", "mlp"), use_bias=True, init=init)
         out = config.out_hidden_size
         self.down = Linear(width, out, axes=("mlp", "embed"), use_bias=True, init=init)
@@ -244,7 +289,7 @@ class QwenVision(Vision):
 
     def __init__(self, config: QwenTowerConfig, options: DecoderOptions, rngs: nnx.Rngs):
         self.merge = config.spatial_merge_size
-        self.tower = QwenTower(config, options, rngs)
+        self.tower = config.make_tower(options, rngs)
         self.projector = Projector(config, vision_init(config, options, rngs))
 
     @override
@@ -257,7 +302,7 @@ class QwenVision(Vision):
 
 def qwen_names(config: QwenImageConfig, text: list[ParameterEntry]) -> list[ParameterEntry]:
     """Entries of the text, given with short names, and of the tower, if there is one."""
-    tower = [] if config.vision is None else qwen_tower_names(config.vision, "model.visual.")
+    tower = [] if config.vision is None else qwen_tower_names(config.vision, config.tower_root)
     return [*with_prefix(text, config.prefix), *tower]
 
 
@@ -269,9 +314,13 @@ def qwen_tower_names(config: QwenTowerConfig, root: str) -> list[ParameterEntry]
             "tower.patch.kernel",
             Transpose(Flattened(f"{root}patch_embed.proj.weight", (3, FRAMES, size, size))),
         ),
-        ParameterEntry("tower.patch.bias", TensorRef(f"{root}patch_embed.proj.bias")),
-        ParameterEntry("tower.position_table", TensorRef(f"{root}pos_embed.weight")),
     ]
+    if config.patch_bias:
+        entries.append(
+            ParameterEntry("tower.patch.bias", TensorRef(f"{root}patch_embed.proj.bias"))
+        )
+    if isinstance(config, GridTowerConfig):
+        entries.append(ParameterEntry("tower.position_table", TensorRef(f"{root}pos_embed.weight")))
 
     def stack(param: str, make: Any) -> None:
         ops: tuple[TensorOp, ...] = tuple(make(f"{root}blocks.{layer}.") for layer in layers)
@@ -289,28 +338,28 @@ def qwen_tower_names(config: QwenTowerConfig, root: str) -> list[ParameterEntry]
             f"attention.{name}.bias",
             lambda prefix, rows=rows: PermutedRows(f"{prefix}attn.qkv.bias", 0, rows, 3 * width),
         )
-    for param, name in (
-        ("attention.out", "attn.proj"),
-        ("mlp.up", "mlp.linear_fc1"),
-        ("mlp.down", "mlp.linear_fc2"),
-    ):
+    mlp = {f"mlp.{part}": f"mlp.{name}" for part, name in config.tensors.items() if "." not in part}
+    for param, name in {"attention.out": "attn.proj", **mlp}.items():
         stack(
             f"{param}.kernel",
             lambda prefix, name=name: Transpose(TensorRef(f"{prefix}{name}.weight")),
         )
         stack(f"{param}.bias", lambda prefix, name=name: TensorRef(f"{prefix}{name}.bias"))
     for param, name in (("attention_norm", "norm1"), ("mlp_norm", "norm2")):
-        stack(f"{param}.scale", lambda prefix, name=name: TensorRef(f"{prefix}{name}.weight"))
-        stack(f"{param}.bias", lambda prefix, name=name: TensorRef(f"{prefix}{name}.bias"))
+        for part in config.norm.parameters:
+            tensor = f"{name}.{NORM_TENSORS[part]}"
+            stack(f"{param}.{part}", lambda prefix, tensor=tensor: TensorRef(prefix + tensor))
     mergers = {"projector.merger": f"{root}merger"}
     for index in range(len(config.deepstack_visual_indexes)):
         mergers[f"projector.deep.{index}"] = f"{root}deepstack_merger_list.{index}"
     for path, module in mergers.items():
+        norm = f"{module}.{config.tensors['merger.norm']}"
         entries += [
-            ParameterEntry(f"{path}.norm.scale", TensorRef(f"{module}.norm.weight")),
-            ParameterEntry(f"{path}.norm.bias", TensorRef(f"{module}.norm.bias")),
+            ParameterEntry(f"{path}.norm.{part}", TensorRef(f"{norm}.{NORM_TENSORS[part]}"))
+            for part in config.norm.parameters
         ]
-        for part, name in (("up", "linear_fc1"), ("down", "linear_fc2")):
+        for part in ("up", "down"):
+            name = config.tensors[f"merger.{part}"]
             kernel = Transpose(TensorRef(f"{module}.{name}.weight"))
             entries += [
                 ParameterEntry(f"{path}.{part}.kernel", kernel),

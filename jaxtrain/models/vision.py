@@ -29,9 +29,9 @@ from jaxtrain.layers.attention import Attention, AttentionOptions
 from jaxtrain.layers.block import Block
 from jaxtrain.layers.linear import LayerInit, Linear
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.mlp import ACTIVATIONS, MLP
+from jaxtrain.layers.mlp import ACTIVATIONS, MLP, GatedMLP
 from jaxtrain.layers.noise import RowNoise, hash_bits, set_rng_bits, token_rng_bits
-from jaxtrain.layers.norm import LayerNorm
+from jaxtrain.layers.norm import LayerNorm, RMSNorm
 from jaxtrain.layers.rope import Angles
 from jaxtrain.layers.stack import Stack, StackInputs
 from jaxtrain.models.decoder import DecoderOptions
@@ -50,6 +50,9 @@ class VisionConfig:
     model_type: ClassVar[str]
     renamed: ClassVar[Mapping[str, str]] = {}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {"num_channels": (3,)}
+    norm: ClassVar[type[RMSNorm]] = LayerNorm
+    gated: ClassVar[bool] = False
+    """True if the MLPs have a gate."""
     hidden_size: int
     intermediate_size: int
     num_hidden_layers: int
@@ -92,9 +95,14 @@ class VisionConfig:
             )
 
     @property
-    @abstractmethod
     def side(self) -> int:
-        """Patches along a side of the image that the positions were trained on."""
+        """Patches along a side of the image that learned positions were trained on; 1 without
+        such positions."""
+        return 1
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        """Return the spec of each layer; by default all are alike."""
+        return (LayerSpec(),) * self.num_hidden_layers
 
     @abstractmethod
     def build(self, config: Any, options: DecoderOptions, rngs: nnx.Rngs) -> "Vision":
@@ -122,10 +130,19 @@ class PatchEmbedding(nnx.Module):
     another form for adapters of convolutions, and in fewer bits it would lose the image. frames: of
     a video in a patch; an image is the same frame in all of them, so their kernels add up."""
 
-    def __init__(self, num_in: int, num_out: int, *, frames: int = 1, init: LayerInit):
+    def __init__(
+        self,
+        num_in: int,
+        num_out: int,
+        *,
+        frames: int = 1,
+        use_bias: bool = True,
+        init: LayerInit,
+    ):
         self.frames = frames
         self.kernel = nnx.Param(init.normal((num_in * frames, num_out)), axes=(None, "embed"))
-        self.bias = nnx.Param(jnp.zeros((num_out,), init.param_dtype), axes=("norm",))
+        zeros = jnp.zeros((num_out,), init.param_dtype)
+        self.bias = nnx.Param(zeros, axes=("norm",)) if use_bias else None
         self.dtype = jnp.dtype(init.dtype)
 
     def __call__(self, x_BPC: jax.Array) -> jax.Array:
@@ -134,7 +151,7 @@ class PatchEmbedding(nnx.Module):
             kernel = kernel.reshape(3, self.frames, -1, kernel.shape[-1]).sum(1)
             kernel = kernel.reshape(-1, kernel.shape[-1])
         y_BPD = x_BPC.astype(self.dtype) @ kernel
-        return y_BPD + self.bias[...].astype(self.dtype)
+        return y_BPD if self.bias is None else y_BPD + self.bias[...].astype(self.dtype)
 
 
 class Encoder(nnx.Module):
@@ -142,7 +159,7 @@ class Encoder(nnx.Module):
     parameters, `embed` and `turn`, and may capture outputs of layers."""
 
     stack: Stack
-    norm: LayerNorm | None = None
+    norm: RMSNorm | None = None
     """Behind the last layer."""
     capture: tuple[int, ...] = ()
 
@@ -154,6 +171,14 @@ class Encoder(nnx.Module):
         """Rotations of queries and keys; none by default."""
         return {}
 
+    def mask(self, images: Images, context: Context) -> Mapping[str, Context]:
+        """Masks of layers that do not see all of a segment; none by default."""
+        return {}
+
+    def mixing_flops(self, images: Images) -> float:
+        """FLOPs of a forward pass over host arrays besides those of weights, without padding."""
+        return self.stack.mixing_flops(span_patches(images.since, images.until))
+
     def __call__(
         self, images: Images, rng_bits_BP: jax.Array | None
     ) -> tuple[jax.Array, list[jax.Array]]:
@@ -163,7 +188,8 @@ class Encoder(nnx.Module):
         index_P = jnp.arange(x_BPD.shape[1], dtype=jnp.int32)
         index_BP = jnp.broadcast_to(index_P, images.until.shape)
         context = Context(images.until, images.since, index_BP, index_BP)
-        inputs = StackInputs(context, self.turn(images), rng_bits=rng_bits_BP)
+        masks = self.mask(images, context)
+        inputs = StackInputs(context, self.turn(images), masks=masks, rng_bits=rng_bits_BP)
         outputs = self.stack(x_BPD, inputs, capture=self.capture)[0]
         hidden_BPD = outputs.hidden if self.norm is None else self.norm(outputs.hidden)
         return hidden_BPD, [outputs.captured[layer] for layer in self.capture]
@@ -224,15 +250,14 @@ class Vision(nnx.Module):
 
     def forward_flops(self, images: Images) -> dict[str, float]:
         """FLOPs of a forward pass over host arrays, without padding, by part."""
-        spans = (np.asarray(images.until) - np.asarray(images.since)).reshape(-1)
-        spans = spans[spans > 1]
+        patches = len(span_patches(images.since, images.until))
         tower, projector = (
             sum(x.size for path, x in split_model(part)[0].items() if path.endswith("kernel"))
             for part in (self.tower, self.projector)
         )
         return {
-            "tower": 2.0 * tower * len(spans) + self.tower.stack.mixing_flops(spans),
-            "projector": 2.0 * projector * len(spans) / self.merge**2,
+            "tower": 2.0 * tower * patches + self.tower.mixing_flops(images),
+            "projector": 2.0 * projector * patches / self.merge**2,
         }
 
 
@@ -258,21 +283,28 @@ class TileVision(Vision):
         return self.projector(x_BFMD.reshape(*x_BFMD.shape[:2], -1)), ()
 
 
+def span_patches(since_BP: Any, until_BP: Any) -> np.ndarray:
+    """Return the number of patches that each patch sees, int [n] of the patches that are not
+    padding, from host arrays."""
+    spans = (np.asarray(until_BP) - np.asarray(since_BP)).reshape(-1)
+    return spans[spans > 1]
+
+
 def vision_init(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) -> LayerInit:
     """Return how the parameters of a tower are created."""
     param_dtype = jnp.dtype(options.param_dtype)
     return LayerInit(rngs, config.initializer_range, param_dtype, jnp.dtype(options.dtype))
 
 
-def make_norm(config: VisionConfig, init: LayerInit) -> LayerNorm:
+def make_norm(config: VisionConfig, init: LayerInit) -> RMSNorm:
     """Build a norm of patches."""
-    return LayerNorm(config.hidden_size, eps=config.layer_norm_eps, param_dtype=init.param_dtype)
+    return config.norm(config.hidden_size, eps=config.layer_norm_eps, param_dtype=init.param_dtype)
 
 
 def make_stack(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) -> Stack:
-    """Build the layers of a tower, all alike."""
+    """Build the layers of a tower, all with parameters of the same shapes."""
     return Stack(
-        (LayerSpec(),) * config.num_hidden_layers,
+        config.layers(),
         lambda kind, rngs: make_block(config, options, rngs),
         remat=options.remat,
         scan=options.scan_layers,
@@ -282,12 +314,12 @@ def make_stack(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) ->
 
 
 def make_block(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) -> Block:
-    """Build a layer of the tower: attention and an MLP without a gate, with biases."""
+    """Build a layer of the tower: attention and an MLP, with biases."""
     init = vision_init(config, options, rngs)
     width, heads = config.hidden_size, config.num_attention_heads
     choices = AttentionOptions(qkv_bias=True, out_bias=True, impl=options.attention_impl)
     attention = Attention(width, heads, heads, width // heads, choices, init=init)
-    mlp = MLP(
+    mlp = (GatedMLP if config.gated else MLP)(
         width, config.intermediate_size, activation=config.hidden_act, use_bias=True, init=init
     )
     norms = {name: make_norm(config, init) for name in NORMS}

@@ -289,6 +289,8 @@ def test_qwen_refuses_what_it_does_not_follow(tmp_path):
         open_qwen(tmp_path, without)
     old = {**without, "min_pixels": 600, "max_pixels": 9000}
     assert open_qwen(tmp_path, old) == form
+    for model_type in ("qwen2_vl", "qwen2_5_vl"):  # which have the same image processor
+        assert open_qwen(tmp_path, QWEN, {**QWEN_CONFIG, "model_type": model_type}) == form
     with pytest.raises(UserError, match="sets merge_size to 3; only 2 is read"):
         open_qwen(tmp_path, {**QWEN, "merge_size": 3})
     with pytest.raises(UserError, match=r"image_token_id is 7, but the tokenizer's '<\|image_pad"):

@@ -120,6 +120,8 @@ def check_greedy(pictures, torch_model, tokens, placed, answer):
         pytest.param("qwen3_5_moe", marks=pytest.mark.thorough),
         pytest.param("qwen3_vl_moe", marks=pytest.mark.thorough),
         pytest.param("idefics3", marks=pytest.mark.thorough),
+        pytest.param("qwen2_5_vl", marks=pytest.mark.thorough),
+        pytest.param("qwen2_vl", marks=pytest.mark.thorough),
     ],
 )
 def test_greedy_answers_are_those_of_transformers(name, monkeypatch):

@@ -66,13 +66,15 @@ GEMMA = (
 )
 FOLDERS = {
     "qwen3_5": QWEN,
+    "qwen2_vl": QWEN,
+    "qwen2_5_vl": QWEN,
     "qwen3_vl": QWEN,
     "qwen3_vl_moe": QWEN,
     "qwen3_5_moe": QWEN,
     "gemma3": GEMMA,
 }
 """Template, tokens of which the first is that of an image, and settings of the image processor."""
-PARTS = ("language_model", "patch_embed", "merger", "projector")
+PARTS = ("embed_tokens", "patch_embed", "merger", "projector")
 
 pytestmark = pytest.mark.slow
 

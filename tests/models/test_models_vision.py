@@ -4,6 +4,7 @@ with several images, whose branches torch reads alone; folders; what each part a
 import copy
 import dataclasses
 import functools
+import json
 import re
 
 import numpy as np
@@ -17,7 +18,7 @@ import torch
 import transformers
 from flax import nnx
 from test_models_families import leaves, make_torch, read_flat, relative_error
-from tiny_vision import VISION, make_batch, merge_of, pack_images, processed
+from tiny_vision import VISION, draw_images, make_batch, merge_of, pack_images, processed
 
 from jaxtrain.batch import IMAGE_SLOT
 from jaxtrain.cli.quantize import choose_matrices
@@ -26,6 +27,7 @@ from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.distributed.sharding import shardings
 from jaxtrain.errors import UserError
 from jaxtrain.models import build, families, loading, saving
+from jaxtrain.models.qwen2_5_vl import order_windows
 
 
 @functools.cache
@@ -139,6 +141,9 @@ def test_experts_of_published_folders_are_transposed(tmp_path):
         ("qwen3_vl", ("vision_config", "deepstack_visual_indexes"), [-1]),
         ("qwen3_vl", ("text_config", "rope_parameters", "mrope_section"), 3),
         ("qwen3_vl", ("text_config", "rope_parameters", "mrope_section"), [3, -1, 2]),
+        ("qwen2_vl", ("text_config", "rope_parameters", "mrope_section"), [3, 1, 2]),
+        ("qwen2_5_vl", ("vision_config", "window_size"), 9),
+        ("qwen2_5_vl", ("vision_config", "fullatt_block_indexes"), [4]),
     ],
 )
 def test_impossible_sizes_are_refused(name, keys, value):
@@ -147,6 +152,56 @@ def test_impossible_sizes_are_refused(name, keys, value):
     functools.reduce(dict.__getitem__, path, raw)[last] = value
     with pytest.raises(UserError, match=f"{last}.*{re.escape(str(value))}"):
         families.config_from_hf(raw)
+
+
+@pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
+def test_folders_of_one_level_are_read_and_written(name, tmp_path):
+    """As published: the text's attributes beside vision_config, and transformers 4's rotations."""
+    raw = copy.deepcopy(VISION[name])
+    text, vision = raw.pop("text_config"), raw["vision_config"]
+    del text["model_type"], vision["model_type"]
+    rope = text.pop("rope_parameters")
+    text |= {"rope_theta": rope["rope_theta"], "eos_token_id": 7}
+    text["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    vision["in_chans"] = vision["spatial_patch_size"] = 3
+    config = families.config_from_hf({**raw, **text, "use_sliding_window": False})
+    nested = families.config_from_hf(VISION[name])
+    assert config.one_level and config.rope == nested.rope and config.rope_axes == nested.rope_axes
+    assert config.vision == nested.vision and config.prefix == nested.prefix
+    written = config.to_hf()
+    assert "text_config" not in written and written["rope_scaling"]["type"] == "mrope"
+    assert families.config_from_hf(written) == config
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    theirs = transformers.AutoConfig.from_pretrained(tmp_path)
+    assert theirs.text_config.hidden_size == text["hidden_size"]
+    assert theirs.text_config.eos_token_id == 7
+    assert theirs.text_config.rope_parameters["mrope_section"] == rope["mrope_section"]
+    assert theirs.vision_config.num_heads == vision["num_heads"]
+
+
+def test_windows_are_those_of_transformers():
+    from transformers.vision_utils import get_vision_window_index
+
+    grids, merge = [(4, 4), (6, 10), (14, 2), (22, 18), (2, 2)], 2
+    patch, window = 5, 41  # 4 features along a side
+    images = draw_images(grids, patch)
+    packed = pack_images([images], patch, merge, sum(h * w for h, w in grids) + 8)
+    order = order_windows(packed, merge, 4)
+    index, ends = get_vision_window_index(
+        torch.tensor([(1, *grid) for grid in grids]), merge, window, patch
+    )
+    count = 4 * len(index)
+    source = np.asarray(order.source)[0]
+    np.testing.assert_array_equal(source[:count:4] // 4, index)
+    np.testing.assert_array_equal(source[np.asarray(order.back)[0]], np.arange(count + 8))
+    starts = np.asarray(order.since)[0]
+    np.testing.assert_array_equal(np.unique(starts[:count]), ends[:-1])
+    np.testing.assert_array_equal(np.unique(np.asarray(order.until)[0, :count]), ends[1:])
+    np.testing.assert_array_equal(starts[count:], np.arange(count, count + 8))
+    host = order_windows(jax.tree.map(np.asarray, packed), merge, 4)
+    for ours, theirs in zip(host, order, strict=True):
+        assert isinstance(ours, np.ndarray)
+        np.testing.assert_array_equal(ours, theirs)
 
 
 def test_text_alone_runs_no_tower():

@@ -128,6 +128,26 @@ for name in ("qwen3_5", "qwen3_5_moe"):
         "image_token_id": IMAGE,
         "tie_word_embeddings": RAW[name].get("tie_word_embeddings", False),
     }
+for name in ("qwen2_vl", "qwen2_5_vl"):
+    tower = {key: value for key, value in QWEN_TOWER.items() if key != "num_position_embeddings"}
+    if name == "qwen2_vl":
+        del tower["intermediate_size"], tower["out_hidden_size"]
+        tower |= {"embed_dim": 24, "hidden_size": 32, "mlp_ratio": 2}
+    else:  # windows of 2 x 2 features, smaller ones at the edges
+        tower |= {"window_size": 23, "fullatt_block_indexes": [1]}
+    VISION[name] = {
+        "model_type": name,
+        "text_config": {
+            **{key: value for key, value in TEXT.items() if key != "rope_theta"},
+            "model_type": f"{name}_text",
+            "rope_parameters": {
+                **{"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 2, 1]}
+            },
+        },
+        "vision_config": {**tower, "model_type": f"{name}_vision"},
+        "image_token_id": IMAGE,
+        "tie_word_embeddings": False,
+    }
 """The side of a tile is 6 patches, with some pixels to spare."""
 SQUARES = ((6, 6), (6, 6), (6, 6), (6, 6), (4, 4))
 SHAPES = {
@@ -135,10 +155,11 @@ SHAPES = {
     "smolvlm": SQUARES,
     "idefics3": (*SQUARES[:4], (3, 3)),
     **dict.fromkeys(
-        ("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
+        ("qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"),
         ((4, 8), (6, 4), (6, 4), (2, 16), (4, 2)),
     ),
 }
+SHAPES["qwen2_5_vl"] = ((6, 6), (2, 18), (6, 6), (2, 16), (4, 2))
 """Rows and columns of patches of the images of `make_batch`."""
 VALUES = ((np.arange(256) / 255).astype(np.float32)[:, None] - np.float32(0.5)) / np.float32(
     [0.5, 0.4, 0.3]
@@ -169,7 +190,7 @@ def merge_of(raw) -> int:
     if tokens := raw.get("mm_tokens_per_image"):
         vision = raw["vision_config"]
         return int(vision["image_size"] // vision["patch_size"] / tokens**0.5)
-    return raw.get("scale_factor") or raw["vision_config"]["spatial_merge_size"]
+    return raw.get("scale_factor") or raw["vision_config"].get("spatial_merge_size", 2)
 
 
 def pack_images(rows, patch: int, merge: int, length: int) -> Images:

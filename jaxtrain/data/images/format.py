@@ -28,6 +28,7 @@ FAMILIES = {
     "smolvlm": "smolvlm:TiledFormat",
     "idefics3": "smolvlm:TiledFormat",
     "gemma3": "gemma:SquareFormat",
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "qwen:WholeFormat"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen:WholeFormat"),
 }
 """{model_type: module:class} of the families whose images are read."""
