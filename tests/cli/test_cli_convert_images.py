@@ -64,6 +64,16 @@ def test_llama_factory_freezes_the_parts_for_images(keys, vision, target):
     assert any("589,824 pixels" in text for _, text in conversion.notes)
 
 
+@pytest.mark.parametrize("name", ["Qwen/Qwen2.5-VL-3B-Instruct", "Qwen/Qwen2-VL-2B-Instruct"])
+def test_configs_of_older_qwen_models_are_ready(name):
+    conversions = [
+        convert("axolotl", **{**BASE, "base_model": name, "processor_type": "AutoProcessor"}),
+        convert("llama-factory", model_name_or_path=name, **FACTORY),
+        trl.convert(trl.parse_command(VLM.format(name))),
+    ]
+    assert [check(conversion) for conversion in conversions] == [None] * 3
+
+
 def test_families_that_read_no_images_are_named(tmp_path):
     source = trl.parse_command(VLM.format(SMOL))
     conversion = trl.convert(source)

@@ -64,6 +64,14 @@ LEFT_OUT = {
         "text_config": {"model_type": "llama", "rms_norm_eps": 1e-5},
         "vision_config": {"model_type": "smolvlm_vision", "patch_size": 28},
     },
+    "Qwen2VLForConditionalGeneration": {
+        "text_config": {"tie_word_embeddings": False},
+        "vision_config": {"hidden_size": 8192},
+    },
+    "Qwen2_5_VLForConditionalGeneration": {
+        "text_config": {"tie_word_embeddings": False},
+        "vision_config": {"out_hidden_size": 8192},
+    },
     "Qwen3VLForConditionalGeneration": {
         "text_config": {"model_type": "qwen3_vl_text", "tie_word_embeddings": False},
         "vision_config": {"model_type": "qwen3_vl_vision", "out_hidden_size": 4096},
