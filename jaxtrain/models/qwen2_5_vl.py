@@ -17,7 +17,6 @@ from typing_extensions import override
 
 from jaxtrain.batch import Images
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.models import qwen2_vl
