@@ -12,7 +12,7 @@ from jaxtrain.training_api.optimizer import read_numbers
 from jaxtrain.training_api.requests import read_request
 from jaxtrain.training_api.samplers import Samplers
 from jaxtrain.training_api.trainer import LoRA, TrainedModel, draw_seed
-from jaxtrain.training_api.weights_store import Saved, WeightsStore, read_name
+from jaxtrain.training_api.weights_store import Saved, WeightsStore, read_name, read_ttl
 
 MAX_RANK = 4096
 MAX_UNNAMED = 8
@@ -143,13 +143,14 @@ class Operations:
 
     def _save(self, request_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
         model, (number, name) = self._open(), self._name(request_id, body)
-        saved = self._find_saved(WEIGHTS, name)
+        seconds, saved = read_ttl(body), self._find_saved(WEIGHTS, name)
         if saved is None or saved.about["request"] != request_id:
             if saved is not None and not body.get("overwrite"):
                 raise UserError(f"path {show(name)}: there are such weights; set overwrite")
             cursor = {"seq_id": number}
             folder = self.folder / WEIGHTS / name
-            self.store.save(folder, model.kind.lora, model.state.tree(), cursor, request_id)
+            state = model.state.tree()
+            self.store.save(folder, model.kind.lora, state, cursor, request_id, seconds)
         return {"path": self._address(WEIGHTS, name), "type": "save_weights"}
 
     def _save_for_sampler(self, request_id: str, body: Mapping[str, Any]) -> dict[str, Any]:
@@ -163,12 +164,12 @@ class Operations:
         else:
             name = read_name(body["path"], "path")
         address = self._address(SAMPLER_WEIGHTS, name)
-        saved = self._find_saved(SAMPLER_WEIGHTS, name)
+        seconds, saved = read_ttl(body), self._find_saved(SAMPLER_WEIGHTS, name)
         if saved is not None and saved.about["request"] != request_id:
             raise UserError(f"path {show(name)}: there are such sampler weights; give a new name")
         if saved is None:
             params, folder = model.copy_params(), self.folder / SAMPLER_WEIGHTS
-            self.store.save(folder / name, model.kind.lora, params, {}, request_id)
+            self.store.save(folder / name, model.kind.lora, params, {}, request_id, seconds)
             self.samplers.keep(address, model.kind, params)
             for old in sorted(folder.glob(f"unnamed-{'[0-9]' * 9}"))[:-MAX_UNNAMED]:
                 shutil.rmtree(old, ignore_errors=True)

@@ -41,6 +41,8 @@ PREFIX = "/api/v1"
 PUBLIC = (f"{PREFIX}/healthz",)
 POLL_SECONDS = 30.0
 """Longest time that an answer to retrieve_future waits for the result."""
+EXPIRY_SECONDS = 60.0
+"""Between two looks for saved weights whose time is over."""
 MAX_SAMPLES_WAITING, MAX_MODELS = 4096, 1024
 FLAGS = {"proto_compress_fwdbwd": False}
 """Flags of the client: bodies come as they are."""
@@ -104,10 +106,17 @@ class TrainingApi:
         except OSError as error:
             raise UserError(f"--train {self.folder} cannot be written: {error}") from None
         self._note_samplers(*records)
+        self._expiry = asyncio.ensure_future(self._delete_expired())
+
+    async def _delete_expired(self) -> None:
+        loop = asyncio.get_running_loop()
+        while True:
+            await loop.run_in_executor(self.thread, self.store.delete_expired)
+            await asyncio.sleep(EXPIRY_SECONDS)
 
     async def close(self) -> None:
         """Stop after the request that is being run."""
-        for task in self._tasks:
+        for task in (*self._tasks, self._expiry):
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await asyncio.gather(*(queue.close() for queue in self.models.values()))

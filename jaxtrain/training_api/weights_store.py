@@ -9,11 +9,14 @@ Each is a checkpoint with a manifest, written beside its place and renamed. A mo
 id with "_" for ":".
 """
 
+import heapq
 import json
 import os
 import re
 import shutil
 import threading
+import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,6 +33,8 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
 PATH = re.compile(
     rf"tinker://({MODEL_ID.pattern})/(weights|sampler_weights)/({NAME.pattern})", re.ASCII
 )
+MAX_TTL = 1e10
+"""Seconds: three hundred years."""
 ABOUT = "about.json"
 BASE = "base.json"
 
@@ -39,12 +44,18 @@ class Saved(NamedTuple):
 
     folder: Path
     about: dict[str, Any]
-    """"request": the id of the request that wrote them; rank, attention, mlp: what is trained."""
+    """"request": the id of the request that wrote them; rank, attention, mlp: what is trained;
+    "expires": Unix time at which they are deleted, if any."""
 
     @property
     def lora(self) -> LoRA:
         """Parameters that the model trains."""
         return LoRA(*(self.about[name] for name in LoRA._fields))
+
+    @property
+    def expired(self) -> bool:
+        """True if their time is over."""
+        return self.about.get("expires") is not None and self.about["expires"] <= time.time()
 
 
 class WeightsStore:
@@ -54,7 +65,25 @@ class WeightsStore:
         """Raises UserError for a folder whose models train on other weights."""
         self.folder, self.base = folder, base
         self._renaming = threading.Lock()
+        self._expiring: list[tuple[float, Path]] = []
+        """Heap of weights that are deleted at a time."""
         self._check_base()
+        for file in folder.glob(f"models/*/*weights/*/{ABOUT}"):
+            self._note_expiry(file.parent)
+
+    def _note_expiry(self, folder: Path) -> None:
+        saved = self._read(folder)
+        if saved is not None and saved.about.get("expires") is not None:
+            heapq.heappush(self._expiring, (saved.about["expires"], folder))
+
+    def delete_expired(self) -> None:
+        """Delete the weights whose time is over; called by the device's thread, which reads
+        them."""
+        while self._expiring and self._expiring[0][0] <= time.time():
+            _, folder = heapq.heappop(self._expiring)
+            # Newer ones may have taken their place.
+            if (saved := self._read(folder)) is not None and saved.expired:
+                shutil.rmtree(folder, ignore_errors=True)
 
     def _check_base(self) -> None:
         record, location = self.folder / BASE, str(self.base.bundle.folder)
@@ -93,15 +122,26 @@ class WeightsStore:
         with self._renaming:
             if not folder.exists() and old.exists():  # killed between two renames
                 os.replace(old, folder)
+        saved = self._read(folder)
+        return None if saved is None or saved.expired else saved
+
+    def _read(self, folder: Path) -> Saved | None:
         try:
             return Saved(folder, json.loads((folder / ABOUT).read_text()))
         except (OSError, ValueError):
             return None
 
     def save(
-        self, folder: Path, lora: LoRA, arrays: Any, cursor: dict[str, Any], request: str
+        self,
+        folder: Path,
+        lora: LoRA,
+        arrays: Any,
+        cursor: dict[str, Any],
+        request: str,
+        seconds: float | None = None,
     ) -> None:
-        """Write a pytree of arrays, in the place of older ones."""
+        """Write a pytree of arrays, in the place of older ones. seconds: until they are deleted;
+        None: they stay."""
         unfinished = folder.with_name(f".{folder.name}.unfinished")
         shutil.rmtree(unfinished, ignore_errors=True)
         checkpoints = Checkpoints(unfinished, background=False, log=lambda text: None)
@@ -109,7 +149,10 @@ class WeightsStore:
             checkpoints.save(0, arrays, cursor)
         finally:
             checkpoints.close()
-        write_json(unfinished / ABOUT, {**lora._asdict(), "request": request})
+        about = {**lora._asdict(), "request": request}
+        if seconds is not None:
+            about["expires"] = time.time() + seconds
+        write_json(unfinished / ABOUT, about)
         old = folder.with_name(f".{folder.name}.old")
         shutil.rmtree(old, ignore_errors=True)
         with self._renaming:
@@ -118,6 +161,7 @@ class WeightsStore:
             os.replace(unfinished, folder)
         sync_folder(folder.parent)
         shutil.rmtree(old, ignore_errors=True)
+        self._note_expiry(folder)
 
     def read_state(self, folder: Path, kind: ModelKind) -> tuple[State, dict[str, Any]]:
         """Return a training state and its cursor; UserError where there is none."""
@@ -148,6 +192,17 @@ def read_arrays(folder: Path, shapes: Any) -> tuple[Any, dict[str, Any]]:
     if restored is None:
         raise UserError(f"{folder} holds no weights")
     return restored.arrays, restored.cursor
+
+
+def read_ttl(body: Mapping[str, Any]) -> float | None:
+    """Return after how many seconds weights are deleted; None: never. UserError."""
+    seconds = body.get("ttl_seconds")
+    number = isinstance(seconds, int | float) and not isinstance(seconds, bool)
+    if seconds is not None and not (number and 0 < seconds <= MAX_TTL):
+        raise UserError(
+            f"ttl_seconds must be above 0, at most {MAX_TTL:.0e}, not {show(seconds, 60)}"
+        )
+    return seconds
 
 
 def read_name(name: Any, field: str) -> str:

@@ -3,6 +3,7 @@
 import copy
 import json
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from api_toy import Client, Server, as_data, draw_documents, open_base, read_out
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.models.parameters import split_model
-from jaxtrain.training_api import model_queue, routes, wire
+from jaxtrain.training_api import model_queue, routes, weights_store, wire
 from jaxtrain.training_api.weights_store import WeightsStore
 
 DATA = as_data(draw_documents(3))
@@ -240,6 +241,34 @@ def test_weights_are_saved_and_loaded(server, alone):
         losses = [client.step(DATA) for _ in range(3)]
         assert losses[0] == alone["data"][1]
         assert (losses == alone["data"][1:]) == optimizer
+
+
+def test_weights_with_a_time_to_live_are_deleted_after_it(server, base, monkeypatch):
+    client = Client(server)
+    for seconds in (0, -1, "10", True, 1e300):
+        refused = server.result(client.post("save_weights", path="a", ttl_seconds=seconds))
+        assert "ttl_seconds must be above 0" in refused["error"]
+    path = server.result(client.post("save_weights", path="a", ttl_seconds=1000))["path"]
+    body = {"path": "s", "ttl_seconds": 1000}
+    sampler = server.result(client.post("save_weights_for_sampler", **body))["path"]
+    forever = server.result(client.post("save_weights", path="b", ttl_seconds=None))["path"]
+    server.ask("weights_info", {"tinker_path": path})
+    clock = SimpleNamespace(time=lambda: time.time() + 1001)
+    monkeypatch.setattr(weights_store, "time", clock)
+    for gone in (path, sampler):
+        status, answer = server.send("weights_info", {"tinker_path": gone})
+        assert status == 404 and "no such weights" in answer["error"]["message"]
+    saved = server.result(client.post("save_weights", path="a", ttl_seconds=5))  # the name is free
+    assert saved["path"] == path
+    WeightsStore(server.api.folder, base).delete_expired()  # as a restart does
+    server.device.submit(server.api.store.delete_expired).result(60)
+    left = sorted(
+        file.parent.name
+        for file in server.api.folder.glob("models/*/*weights/*/about.json")
+        if client.model_id.replace(":", "_") in str(file)
+    )
+    assert left == ["a", "b"]
+    server.ask("weights_info", {"tinker_path": forever})
 
 
 def test_weights_that_are_loaded_drop_waiting_gradients_and_say_so(server, alone):
