@@ -34,6 +34,10 @@ def server():
 
     def log(path, body):
         texts = body.get("input", [body.get("messages")])
+        if path == "/score":
+            pairs = zip(body["text_1"], body["text_2"], strict=True)
+            scored = [{"index": i, "score": len(a) - len(b)} for i, (a, b) in enumerate(pairs)]
+            return {"data": scored[::-1], "object": "list"}
         if path == "/pooling":
             rows = [[[0.9, 1 / (1 + index)] for index in range(len(text))] for text in texts]
             return {"data": [{"index": i, "data": row} for i, row in enumerate(rows)]}
@@ -91,6 +95,17 @@ def test_without_a_tokenizer_messages_and_texts_go_as_they_are(server):
     assert judge(["b", "bcd"], prompt="a", url=server.url) == [2.0, 4.0]
 
 
+def test_encoders_get_prompt_and_answer_as_two_texts(server):
+    prompt = [{"role": "system", "content": "Add."}, *PROMPT]
+    actual = judge(url=server.url, prompt=prompt, pair=True, model="deberta")
+    ((route, _, body),) = server.seen
+    assert (route, body["model"], body["use_activation"]) == ("/score", "deberta", False)
+    assert body["text_1"] == ["Add.\n\n2+2?"] * 2
+    assert body["text_2"] == ["4", "it is 4 indeed"]
+    assert actual == [9.0, -4.0, None], "an empty answer is not asked about"
+    assert judge(["b", "bcd"], prompt="a", url=server.url, pair=True) == [0.0, -2.0]
+
+
 def test_steps_are_scored_where_they_end(server):
     steps = [[{"role": "assistant", "content": text}] for text in ("a\nbb\n", "a\nbb\nccc", "")]
     options = {"url": server.url, "tokenizer": "builtin", "separator": "\n"}
@@ -112,6 +127,8 @@ def test_steps_are_scored_where_they_end(server):
         ([(200, {"data": []})], {}, UserError, "pooling model"),
         ([(200, {"data": [{"probs": [0.1, 0.9]}]})], {}, UserError, "not one number"),
         ([], {"separator": "\n"}, UserError, "options.tokenizer"),
+        ([], {"pair": True, "tokenizer": "builtin"}, UserError, "options.pair sends texts"),
+        ([(404, "no /score")], {"pair": True}, UserError, "/score refuses with HTTP 404"),
         ([], {"url": "localhost:8000"}, UserError, "must be a URL"),
         ([], {"url": "http://127.0.0.1:9", "seconds": 2}, OSError, "refused"),
     ],

@@ -6,7 +6,8 @@
 
 With `tokenizer`, answers are sent as token ids, laid out as in training, and scored at the token
 that ends the turn. Without it, conversations are sent as messages, rendered by the server's chat
-template, and plain texts unchanged.
+template, and plain texts unchanged. With `pair`, prompt and answer are sent as the two texts of an
+encoder with a score (BERT, DeBERTa and the like), which its own tokenizer joins: route /score.
 """
 
 import http.client
@@ -23,6 +24,8 @@ from jaxtrain.text_safety import split_login
 
 REDUCE = {"min": min, "mean": lambda values: sum(values) / len(values), "last": lambda v: v[-1]}
 """Reductions of the scores of an answer's steps."""
+RAW_SCORES = {"use_activation": False, "activation": False}
+"""Names of new and old servers for the same option: the raw score, not its sigmoid."""
 MAX_BYTES = 1 << 28
 """Limit of bytes of a response."""
 NAME = "reward 'vllm_reward'"
@@ -38,6 +41,7 @@ def vllm_reward(
     separator: str | None = None,
     reduce: str = "min",
     max_tokens: int | None = None,
+    pair: bool = False,
     seconds: float = 30.0,
     **columns: Any,
 ) -> list[float | None]:
@@ -46,7 +50,9 @@ def vllm_reward(
     url: a server, or several, of which each call uses one. model: served model name. tokenizer:
     folder or Hub id of the reward model's tokenizer. separator: set for process reward models: each
     step of the answer, up to this text, is scored by the probability that it is right, and `reduce`
-    ("min", "mean", "last") combines the steps. seconds: limit of each request; `timeout` of the
+    ("min", "mean", "last") combines the steps. pair: for encoders, which read two texts: that of
+    the prompt (the contents of its messages, a blank line between them) and that of the answer.
+    seconds: limit of each request; `timeout` of the
     [[rewards]] bounds the whole group.
 
     Raises OSError for a server that does not answer (retried, see rollout.retries), and UserError
@@ -54,10 +60,19 @@ def vllm_reward(
     """
     if separator is not None and tokenizer is None:
         raise UserError(f"{NAME}: options.separator needs options.tokenizer, to find the steps")
+    if pair and (tokenizer is not None or max_tokens is not None):
+        raise UserError(
+            f"{NAME}: options.pair sends texts, which the server tokenizes and limits; remove"
+            " options.tokenizer and max_tokens"
+        )
     if reduce not in REDUCE:
         raise UserError(f"{NAME}: options.reduce {reduce!r} is none of {', '.join(REDUCE)}")
     base = url if isinstance(url, str) else random.choice(list(url))
     send = RewardServer(base, model, api_key, seconds)
+    if pair:
+        return send.score_pairs(
+            [write_pair(*texts) for texts in zip(prompts, completions, strict=True)]
+        )
     if tokenizer is None:
         return [send.classify_text(*pair) for pair in zip(prompts, completions, strict=True)]
     if separator is not None:
@@ -126,12 +141,22 @@ class RewardServer:
             )
         return scores
 
+    def score_pairs(self, pairs: Sequence[tuple[str, str]]) -> list[float | None]:
+        """Score answers behind their prompts; None for empty ones."""
+        answered = [index for index, (_, answer) in enumerate(pairs) if answer]
+        scores: list[float | None] = [None] * len(pairs)
+        if answered:
+            first, second = zip(*(pairs[index] for index in answered), strict=True)
+            body = {"text_1": list(first), "text_2": list(second), **RAW_SCORES}
+            entries = self._data("/score", body, len(answered))
+            for index, entry in zip(answered, entries, strict=True):
+                scores[index] = self._number(entry.get("score"))
+        return scores
+
     def _classify(self, body: dict[str, Any], number: int) -> list[float]:
-        # Names of old and new servers for the same option: the raw score, not its sigmoid.
-        raw = {"use_activation": False, "activation": False}
         return [
             self._number(entry.get("probs"))
-            for entry in self._data("/classify", {**body, **raw}, number)
+            for entry in self._data("/classify", {**body, **RAW_SCORES}, number)
         ]
 
     def _number(self, score: Any) -> float:
@@ -222,6 +247,15 @@ def write_answer(tokenizer: str, prompt: Any, completion: Any) -> list[int] | No
     if not isinstance(ranked, Ranked):
         return None
     return [*ranked.prompt.tolist(), *ranked.answers[0].tokens.tolist()]
+
+
+def write_pair(prompt: Any, completion: Any) -> tuple[str, str]:
+    """Return the texts of a prompt and of its answer."""
+    from jaxtrain.environments.rewards.texts import text_of
+
+    if not isinstance(prompt, str):
+        prompt = "\n\n".join(str(message.get("content") or "") for message in prompt)
+    return prompt, text_of(completion)
 
 
 def write_steps(
