@@ -89,6 +89,13 @@ def run_generate(argv: list[str]) -> None:
         type=os.path.expanduser,
         help="folder of a draft model (dflash, eagle3): the same answers, decoded speculatively",
     )
+    parser.add_argument(
+        "--servers",
+        action="append",
+        default=[],
+        help="URL of a vLLM server that has the weights; may be given several times. Only the"
+        " model's tokenizer is read here",
+    )
     args = parser.parse_intermixed_args(argv)
     generate_command(args)
 
@@ -96,7 +103,7 @@ def run_generate(argv: list[str]) -> None:
 def generate_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
     from jaxtrain.cli.answer_file import AnswerFile
-    from jaxtrain.cli.play import ENV_KEYS, AnswerWriter
+    from jaxtrain.cli.play import ENV_KEYS
     from jaxtrain.cli.prompt_images import holds_images, open_readers
     from jaxtrain.distributed.compile_cache import CompileCounter
     from jaxtrain.runs.progress import ProgressTicker
@@ -113,6 +120,8 @@ def generate_command(args: argparse.Namespace) -> None:
         )
     if not args.env and any(word.startswith(ENV_KEYS) for word in args.overrides):
         raise UserError("generate: keys of sections env and policies have no effect without --env")
+    if args.servers and (args.env or args.draft):
+        raise UserError("generate: --servers takes neither --env nor --draft")
     if args.messages and (args.raw or args.ids or args.env or not args.output):
         raise UserError("generate: --messages is for conversations that go into --output")
     if args.shard_rows is not None and (args.shard_rows < 1 or args.env or not args.output):
@@ -136,13 +145,17 @@ def generate_command(args: argparse.Namespace) -> None:
         file = AnswerFile(
             args.output,
             [row for row, _ in rows],
-            ({name: getattr(args, name) for name in names}, words),
+            (
+                {name: getattr(args, name) for name in names},
+                words,
+                *["servers"] * bool(args.servers),
+            ),
             overwrite=args.overwrite,
             shard_rows=args.shard_rows,
         )
     with CompileCounter() as compiled, ProgressTicker(compiled) as progress:
-        with progress.phase("reading the weights"):
-            writer = AnswerWriter(args.model, args.overrides, raw, args.draft, acts=args.env)
+        with progress.phase("reading the tokenizer" if args.servers else "reading the weights"):
+            writer = open_writer(args, raw)
         readers = open_readers(args.input, dataset, writer.tokenizer)
         for index in (index for index, wait in enumerate(pictured) if wait):
             row, origin = rows[index]
@@ -162,12 +175,24 @@ def generate_command(args: argparse.Namespace) -> None:
             write_records(args, played, list(map(describe_episode, episodes)))
     if not rows:
         converse(writer, args.system, args.env)
-    if (counted := writer.sampler.acceptance) is not None:
+    if (counted := writer.acceptance) is not None:
         print(
             f"draft: {counted.mean:.2f} tokens a pass, {counted.accepted} of"
             f" {counted.cycles * counted.num_drafted} guesses accepted",
             file=sys.stderr,
         )
+
+
+def open_writer(args: argparse.Namespace, raw: bool) -> AnswerWriter:
+    """Return what answers: a model read here, or servers."""
+    from jaxtrain.cli.play import AnswerWriter
+
+    if not args.servers:
+        return AnswerWriter(args.model, args.overrides, raw, args.draft, acts=args.env)
+    from jaxtrain.cli.server_answers import ServerAnswerWriter
+
+    overrides, urls = args.overrides, args.servers
+    return ServerAnswerWriter(args.model, overrides, raw, urls, logprobs=args.ids)
 
 
 def answer_requests(
@@ -188,7 +213,7 @@ def answer_requests(
     if args.ids:
         from jaxtrain.api import read_ids
 
-        size = writer.model.vocab_size
+        size = writer.vocab_size
         tokens = [read_ids(r["prompt"], size, r["shown"]).tolist() for r in requests]
     else:
         with progress.phase("tokenizing"):
@@ -226,7 +251,7 @@ def answer_requests(
         return f"{ended:,} of {len(prompts):,} prompts, {rate:,.0f} tokens/s"
 
     prompts = [tokens[index] for index in pending]
-    writer.sampler.phase = progress.phase
+    writer.announce(progress.phase)
     with progress.phase("answering", count):
         options = {"draws": list(pending), "images": [placed[index] for index in pending]}
         answers = writer.complete(prompts, on_end=write, **options) if prompts else []

@@ -6,7 +6,7 @@ run of several           a sampler for each, on one base      policies, as in tr
 
 import asyncio
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -20,6 +20,7 @@ from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.data.chat.template import TemplateFailed, decode_answer, encode, prompt_tokens
 from jaxtrain.environments.factory import open_env
 from jaxtrain.errors import UserError
+from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.engine import Completion, EpisodeFailed
 from jaxtrain.generation.episode_engine import combine_engines, with_policies
 from jaxtrain.generation.episodes import Episode, as_game
@@ -128,11 +129,8 @@ class AnswerWriter:
         sections = read_sections(config, env_overrides, name)
         self.tokenizer = self.model.tokenizer
         self.raw = raw
-        if not raw and not self.tokenizer.chat_template:
-            raise UserError(
-                f"{name} has no chat template: continue plain text with --raw, or name one with"
-                " model.chat_template=FILE"
-            )
+        self.require_template(name)
+        self.vocab_size = self.model.vocab_size
         self.sampling: SamplingConfig = config.sampling
         policies = self.model.policies
         if len(policies) > 1 and draft is not None:
@@ -148,6 +146,23 @@ class AnswerWriter:
             f"note: computing in {config.model.compute_dtype}; model.compute_dtype=... changes it",
             file=sys.stderr,
         )
+
+    def require_template(self, name: str) -> None:
+        """Raise UserError for conversations without a chat template."""
+        if not self.raw and not self.tokenizer.chat_template:
+            raise UserError(
+                f"{name} has no chat template: continue plain text with --raw, or name one with"
+                " model.chat_template=FILE"
+            )
+
+    @property
+    def acceptance(self) -> Acceptance | None:
+        """Totals of a draft's guesses; None without one."""
+        return self.sampler.acceptance
+
+    def announce(self, phase: Callable[..., Any]) -> None:
+        """Report phases of sampling to `phase` (runs.progress.Progress)."""
+        self.sampler.phase = phase
 
     def tokenize(
         self, prompts: list[Any], tools: list[Any], keywords: list[Any] | None = None
@@ -172,10 +187,14 @@ class AnswerWriter:
     def complete(self, tokens: list[list[int]], **options: Any) -> list[Completion]:
         """Answers to prompts of ids, side by side; options: draws, on_end and images of the
         sampler."""
-        empty = next((index for index, ids in enumerate(tokens) if not ids), None)
+        self.require_tokens(tokens)
+        return self.sampler.generate(tokens, self.sampling, **options)
+
+    def require_tokens(self, prompts: list[list[int]]) -> None:
+        """Raise UserError for an empty prompt."""
+        empty = next((index for index, ids in enumerate(prompts) if not ids), None)
         if empty is not None:
             raise UserError(f"prompt {empty} is empty; give at least one token")
-        return self.sampler.generate(tokens, self.sampling, **options)
 
     def play(self, rows: list[dict[str, Any]]) -> list[Episode]:
         """Episodes of rows in section env's environment, side by side."""

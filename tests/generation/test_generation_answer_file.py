@@ -6,10 +6,13 @@ import subprocess
 import sys
 
 import pytest
+from fake_vllm import FakeVllm
 from test_generation_drafts import TARGET, save
 
 from jaxtrain.cli.answer_file import AnswerFile
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.main import main
 from jaxtrain.models import families
 from jaxtrain.runs.run_files import write_output
@@ -142,3 +145,40 @@ def test_a_killed_command_goes_on_with_any_dataset(tmp_path, capsys):
     assert said == [row["completion"] for row in rows]
     for wrong in (["--raw", "--messages"], ["--shard-rows", "0"], ["dataset.streaming=true"]):
         assert main([*words, str(tmp_path / "x.jsonl"), *wrong]) == 2
+
+
+def test_servers_answer_and_an_interrupted_command_goes_on(tmp_path, capsys, monkeypatch):
+    """No weights are read; what a server refuses is asked again by the same command."""
+    fake = FakeVllm()
+    source, out = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    command = ["generate", "builtin", "model.tokenizer=builtin", "--servers", fake.url]
+    command += ["--input", str(source), "--output", str(out), "sampling.max_new_tokens=4"]
+    try:
+        monkeypatch.setitem(VllmEngine.__init__.__kwdefaults__, "first_pause", 0.01)
+        fake.script.extend([*["ok"] * 4, *[500] * 4])
+        assert main(command) == 2
+        assert "1 of 5 prompts got no answer" in capsys.readouterr().err
+        assert len(lines(out.with_name("out.jsonl.part"))) == 1 + 4 and not out.exists()
+        asked = len(fake.asked)
+        assert main(command) == 0
+        assert len(fake.asked) == asked + 1
+        start = 100 + len(fake.asked[-1]["token_ids"])  # all prompts have this length
+        expected = load_tokenizer("builtin").decode(range(start, start + 4))
+        assert lines(out) == [{**row, "completion": expected} for row in ROWS]
+        body = fake.asked[-1]
+        assert body["sampling_params"]["max_tokens"] == 4
+        prompts = {tuple(body["token_ids"]) for body in fake.asked}
+        assert len(prompts) == 5
+    finally:
+        fake.kill()
+
+
+def test_what_servers_cannot_do_is_refused(capsys):
+    base = ["generate", "builtin", "--servers", "http://localhost:1", "--prompt", "a"]
+    for more, output in [
+        (["--draft", "x"], "--servers takes neither --env nor --draft"),
+        (["--env"], "--servers takes neither --env nor --draft"),
+    ]:
+        assert main([*base, *more]) == 2
+        assert output in capsys.readouterr().err

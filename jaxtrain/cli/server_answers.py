@@ -1,0 +1,114 @@
+"""The work of `generate --servers`: answers by vLLM servers, which have the weights.
+
+Only the tokenizer of the model is read here. A server that dies loses its requests to the others.
+"""
+
+import asyncio
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from typing_extensions import override
+
+from jaxtrain.cli.play import AnswerWriter
+from jaxtrain.config import Config, validate_config
+from jaxtrain.config.load import apply_overrides, read_saved
+from jaxtrain.config.secrets import reveal_url
+from jaxtrain.core.architecture import find_tokenizer
+from jaxtrain.data.chat.template import encode, end_of_turn_ids
+from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Completion, EpisodeFailed
+from jaxtrain.generation.vllm.fixed import open_fixed
+from jaxtrain.methods.reopen import holds_run
+
+
+def read_config(name: str, overrides: list[str]) -> Config:
+    """Return the config of a run, or one of a folder or Hub id; no weights are looked for."""
+    saved = Path(name) / "config.json"
+    if holds_run(saved):
+        return validate_config(apply_overrides(read_saved(saved), overrides), str(saved))
+    table = {
+        "run": {"max_steps": 1},
+        "model": {"path": name},
+        "data": {"datasets": [{"path": "none"}], "sequence_len": 8},
+    }
+    return validate_config(apply_overrides(table, overrides), name)
+
+
+class ServerAnswerWriter(AnswerWriter):
+    """An AnswerWriter whose model is on servers."""
+
+    def __init__(
+        self, name: str, overrides: list[str], raw: bool, urls: Sequence[str], *, logprobs: bool
+    ):
+        """name: whose tokenizer and chat template are read. logprobs: they are of use, so that the
+        servers must report them as of section sampling."""
+        config = read_config(name, overrides)
+        self.urls = [reveal_url(url, f"--servers {index}") for index, url in enumerate(urls)]
+        self.tokenizer, self.raw = find_tokenizer(config.model), raw
+        self.require_template(name)
+        self.sampling, self.logprobs = config.sampling, logprobs
+        self.stage = None
+        self.vocab_size = len(self.tokenizer)
+
+    @property
+    @override
+    def acceptance(self) -> None:
+        return None
+
+    @override
+    def announce(self, phase: Callable[..., Any]) -> None:
+        pass
+
+    @override
+    def complete(
+        self,
+        tokens: list[list[int]],
+        *,
+        draws: Sequence[int] | None = None,
+        on_end: Callable[[int, Completion], None] = lambda number, completion: None,
+        images: Sequence[Any] = (),
+    ) -> list[Completion]:
+        """Answers to prompts of ids. Raises UserError once all others have ended, if some got
+        none."""
+        self.require_tokens(tokens)
+        if any(image is not None for image in images):
+            raise UserError("generate: --servers answers texts, not images")
+        draws = range(len(tokens)) if draws is None else draws
+        stop_ids = tuple(end_of_turn_ids(self.tokenizer, self.raw))
+        plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        reported = self.sampling if self.logprobs else self.sampling.model_copy(update=plain)
+        answers: list[Completion | None] = [None] * len(tokens)
+        failures: list[str] = []
+
+        async def answer(index: int) -> None:
+            number = draws[index]
+            try:
+                completion = await engine.generate(tokens[index], self.sampling, stop_ids, number)
+            except EpisodeFailed as failure:
+                failures.append(f"prompt {number}: {failure}")
+                return
+            answers[index] = completion
+            on_end(number, completion)
+
+        async def answer_all() -> None:
+            try:
+                await asyncio.gather(*map(answer, range(len(tokens))))
+            finally:
+                await engine.close()
+
+        def log(text: str) -> None:
+            print(text, file=sys.stderr)
+
+        with open_fixed(
+            self.urls, reported, log, lambda text: encode(self.tokenizer, text)
+        ) as engine:
+            asyncio.run(answer_all())
+        complete = [completion for completion in answers if completion is not None]
+        if failures:
+            raise UserError(
+                f"{len(failures)} of {len(tokens)} prompts got no answer ({failures[0]}); with"
+                " --output the same command asks for these alone"
+            )
+        return complete
