@@ -147,6 +147,7 @@ def test_a_killed_command_goes_on_with_any_dataset(tmp_path, capsys):
         assert main([*words, str(tmp_path / "x.jsonl"), *wrong]) == 2
 
 
+@pytest.mark.slow
 def test_servers_answer_and_an_interrupted_command_goes_on(tmp_path, capsys, monkeypatch):
     """No weights are read; what a server refuses is asked again by the same command."""
     fake = FakeVllm()

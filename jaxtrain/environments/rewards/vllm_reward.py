@@ -80,13 +80,13 @@ def vllm_reward(
             write_steps(tokenizer, prompt, completion, separator)
             for prompt, completion in zip(prompts, completions, strict=True)
         ]
-        scored = [pair for pair in texts if pair[1] and fits(pair[0], max_tokens)]
+        scored = [steps for steps in texts if steps[1] and fits(steps[0], max_tokens)]
         rows = iter(send.score_tokens([ids for ids, _ in scored]))
         join, scores = REDUCE[reduce], {}
-        for pair in scored:
+        for steps in scored:
             row = next(rows)
-            scores[id(pair)] = join([row[end] for end in pair[1]])
-        return [scores.get(id(pair)) for pair in texts]
+            scores[id(steps)] = join([row[end] for end in steps[1]])
+        return [scores.get(id(steps)) for steps in texts]
     ids = [write_answer(tokenizer, *pair) for pair in zip(prompts, completions, strict=True)]
     remaining_scores = iter(
         send.classify_ids([sequence for sequence in ids if sequence and fits(sequence, max_tokens)])
