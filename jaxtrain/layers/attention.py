@@ -324,9 +324,10 @@ class Attention(Mixer):
             return attend(q_BTNH, rounded.k, rounded.v, inputs.context, **packed_options)
         T, S = q_BTNH.shape[1], rounded.before.k.shape[1]
         ring, positions_BT = is_ring(rounded.before, window), inputs.context.positions
+        since_BT = inputs.context.since
         if isinstance(rounded.after, KV | StoredKV):
             # Several new tokens of a ring may overwrite slots that the first of them still sees.
-            if T == 1 or (T <= FEW and not ring):
+            if since_BT is None and (T == 1 or (T <= FEW and not ring)):
                 until_BT, since_BT = visible_slots(S, T, decoding, window)
                 cache, cache_options = rounded.after, score | rounded.after.scales
                 # In a ring the leader's slots have been overwritten by other tokens.
@@ -334,7 +335,7 @@ class Attention(Mixer):
                 return attend_cached(q_BTNH, cache.k, cache.v, until_BT, since_BT, **cache_options)
             if not ring:
                 k_BSKH, v_BSKH = rounded.after.read(q_BTNH.dtype)
-                context = cache_context(S, positions_BT, decoding)
+                context = cache_context(S, positions_BT, decoding, since_BT)
                 return attend(q_BTNH, k_BSKH, v_BSKH, context, **packed_options)
         # A ring: attend to its old slots and the new tokens, before these overwrite any slot.
         before = rounded.before.read(rounded.k.dtype)
@@ -342,7 +343,7 @@ class Attention(Mixer):
             jnp.concatenate([old, new.astype(old.dtype)], axis=1)
             for old, new in zip(before, (rounded.k, rounded.v), strict=True)
         )
-        context = ring_context(S, positions_BT, decoding)
+        context = ring_context(S, positions_BT, decoding, since_BT)
         return attend(q_BTNH, k_BSKH, v_BSKH, context, **packed_options)
 
 

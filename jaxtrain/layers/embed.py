@@ -1,6 +1,6 @@
 """Embed: token ids to vectors; the same table is the head of a tied model."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,6 +41,22 @@ class Embed(nnx.Module):
         if self.adapter is not None:
             x_BTD = self.adapter.look_up(x_BTD, tokens_BT)
         return constrain(x_BTD, "rows", "sequence", "features")
+
+
+class SeenImages(NamedTuple):
+    """Parts of the images of a batch that the text reads."""
+
+    slot: jax.Array
+    """int32 [B, T]: the feature at a token; -1: none."""
+    features: jax.Array
+    """[B, F, D], in the place of embeddings."""
+    deep: tuple[jax.Array, ...]
+    """[B, F, D] for each layer that adds some."""
+    rope: jax.Array | None
+    """int32 [B, T, 3] positions of families that rotate by time, row and column."""
+    since: jax.Array | None = None
+    """int32 [B, T] of families with layers of the mask IMAGES: the first token of each token's
+    image; of text the token itself."""
 
 
 def capped(logits: jax.Array, softcap: float | None) -> jax.Array:

@@ -217,11 +217,17 @@ def visible_slots(
     return until_BT, jnp.maximum(until_BT - (window or S), 0)
 
 
-def cache_context(S: int, positions_BT: jax.Array, decoding: Decoding) -> Context:
-    """Build the mask of T queries and S slots after the new tokens are written."""
+def cache_context(
+    S: int, positions_BT: jax.Array, decoding: Decoding, since_BT: jax.Array | None = None
+) -> Context:
+    """Build the mask of T queries and S slots after the new tokens are written. since: the first
+    new token that sees each of them; None: that token itself."""
     B, T = positions_BT.shape
     slots_S = jnp.arange(S, dtype=jnp.int32)
     since_BS = jnp.maximum(slots_S - decoding.start[:, None], 0)
+    if since_BT is not None:
+        new_BS = jnp.take_along_axis(since_BT, jnp.minimum(since_BS, T - 1), axis=1)
+        since_BS = jnp.where(slots_S < decoding.start[:, None], 0, new_BS)
     stop_B = decoding.end if decoding.horizon is None else decoding.horizon
     return Context(
         until=jnp.where(slots_S < stop_B[:, None], T, 0).astype(jnp.int32),
@@ -231,9 +237,11 @@ def cache_context(S: int, positions_BT: jax.Array, decoding: Decoding) -> Contex
     )
 
 
-def ring_context(S: int, positions_BT: jax.Array, decoding: Decoding) -> Context:
+def ring_context(
+    S: int, positions_BT: jax.Array, decoding: Decoding, since_BT: jax.Array | None = None
+) -> Context:
     """Build the mask of T queries and T + S keys: the S slots of a ring before the new tokens are
-    written, followed by the new tokens."""
+    written, followed by the new tokens. since: as for `cache_context`."""
     B, T = positions_BT.shape
     token_T = jnp.arange(T, dtype=jnp.int32)
     newest_B1 = decoding.start[:, None] - 1
@@ -241,10 +249,11 @@ def ring_context(S: int, positions_BT: jax.Array, decoding: Decoding) -> Context
     old_BS = newest_B1 - (newest_B1 - jnp.arange(S, dtype=jnp.int32)) % S
     new_BT = token_T < (decoding.end - decoding.start)[:, None]
     seen = jnp.concatenate([old_BS >= 0, new_BT], axis=1)
-    since_T = jnp.concatenate([jnp.zeros(S, jnp.int32), token_T])
+    if since_BT is None:
+        since_BT = jnp.broadcast_to(token_T, (B, T))
     return Context(
         until=jnp.where(seen, T, 0).astype(jnp.int32),
-        since=jnp.broadcast_to(since_T, (B, S + T)),
+        since=jnp.concatenate([jnp.zeros_like(old_BS), since_BT], axis=1),
         positions=positions_BT,
         key_positions=jnp.concatenate([jnp.maximum(old_BS, 0), positions_BT], axis=1),
     )

@@ -23,6 +23,10 @@ State = Any
 """A pytree of arrays [B, ...]."""
 
 
+IMAGES = "images"
+"""The mask of layers in which the tokens of an image see all of it, later ones too."""
+
+
 @dataclasses.dataclass(frozen=True)
 class LayerSpec:
     """Static properties in which a layer differs from the others of its stack."""

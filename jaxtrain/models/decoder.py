@@ -15,10 +15,10 @@ from flax import nnx
 from jaxtrain_kernels import Context
 
 from jaxtrain.batch import IMAGE_SLOT, ROUTED, Batch
-from jaxtrain.layers.embed import Embed, begin_images, capped, take_features
+from jaxtrain.layers.embed import Embed, SeenImages, begin_images, capped, take_features
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.linear import LayerInit
-from jaxtrain.layers.mixer import Decoding, ImageContext, SharedSlots, State
+from jaxtrain.layers.mixer import IMAGES, Decoding, ImageContext, SharedSlots, State
 from jaxtrain.layers.moe import use_transport
 from jaxtrain.layers.noise import RowNoise, add_embedding_noise, set_rng_bits, token_rng_bits
 from jaxtrain.layers.norm import RMSNorm
@@ -53,19 +53,6 @@ class DecoderOptions:
         """Return how the parameters of the model's layers are created."""
         std, param_dtype = config.initializer_range, jnp.dtype(self.param_dtype)
         return LayerInit(rngs, std, param_dtype, jnp.dtype(self.dtype))
-
-
-class SeenImages(NamedTuple):
-    """Parts of the images of a batch that the text reads."""
-
-    slot: jax.Array
-    """int32 [B, T]: the feature at a token; -1: none."""
-    features: jax.Array
-    """[B, F, D], in the place of embeddings."""
-    deep: tuple[jax.Array, ...]
-    """[B, F, D] for each layer that adds some."""
-    rope: jax.Array | None
-    """int32 [B, T, 3] positions of families that rotate by time, row and column."""
 
 
 class DecoderCache(NamedTuple):
@@ -229,7 +216,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
             for name, (frequency, factor) in config.encodings().items()
         )
         self.rope_axes = config.rope_axes
-        self.image_blocks = config.image_blocks
+        self.image_blocks = any(spec.mask == IMAGES for spec in config.layers())
         self.embedding_scale = config.embedding_scale
         self.norms_embeddings = config.norms_embeddings
         self.logit_scale = config.logit_scale if head is None else 1.0
@@ -296,11 +283,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
 
     def _context(self, batch: Batch) -> Context:
         """Return the mask of a batch."""
-        since, images = batch.since, batch.images
-        if self.image_blocks and images is not None:
-            assert since is None, "blocks of images beside others"
-            since = begin_images(batch.streams[IMAGE_SLOT], images.since, self.vision.merge)
-        return Context(batch.until, since, batch.positions, batch.positions, batch.prev)
+        return Context(batch.until, batch.since, batch.positions, batch.positions, batch.prev)
 
     def init_packed(self, rows: int, slots: int) -> tuple[State, ...]:
         """Return empty states for `append`, in the compute dtype."""
@@ -417,7 +400,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         if rng_bits is not None and self.noise.alpha:
             positions_BT, until_BT = context.positions, context.until
             x_BTD = add_embedding_noise(x_BTD, rng_bits, positions_BT, until_BT, self.noise.alpha)
-        positions, side_context = context.positions, None
+        positions, side_context, masks = context.positions, None, {}
         if isinstance(seen, jax.Array):
             positions = positions + seen[:, None]
         elif seen is not None:
@@ -426,13 +409,15 @@ class Decoder(EmbeddingAndHead, CachedStack):
             side_context = ImageContext(seen.slot, seen.deep) if seen.deep else None
             if seen.rope is not None:
                 positions = seen.rope[..., np.array(self.rope_axes)]
+            if seen.since is not None:
+                masks = {IMAGES: context._replace(since=seen.since)}
         turn = angles if self.exact is None else self.exact.angles
         cos_sin = {
             name: turn(positions, frequency, factor, self.embed.dtype)
             for name, frequency, factor in self.encodings
         }
         extra = self.layer_inputs(tokens_BT, x_BTD)
-        return x_BTD, StackInputs(context, cos_sin, extra, experts, side_context, rng_bits)
+        return x_BTD, StackInputs(context, cos_sin, extra, experts, side_context, rng_bits, masks)
 
     def see(self, batch: Batch, context: Context) -> SeenImages | None:
         """Run the tower on the images of a batch, if it has any."""
@@ -440,12 +425,15 @@ class Decoder(EmbeddingAndHead, CachedStack):
         if images is None:
             return None
         assert self.vision is not None, "a batch with images for a model of text alone"
-        slot_BT, rope = batch.streams[IMAGE_SLOT], None
+        slot_BT, rope, since = batch.streams[IMAGE_SLOT], None, None
         features, deep = self.vision(images, self.noise)
         if self.rope_axes is not None:
             grid = (images.row_col, images.grid, self.vision.merge)
             rope = place_images(context.positions, context.until, slot_BT, *grid)
-        return SeenImages(slot_BT, features, deep, rope)
+        if self.image_blocks:
+            assert batch.since is None, "blocks of images beside others"
+            since = begin_images(slot_BT, images.since, self.vision.merge)
+        return SeenImages(slot_BT, features, deep, rope, since)
 
     def _draw(self, shape: tuple[int, ...]) -> jax.Array:
         """Return random bits [B, T] of the tokens of a training pass, and give them to the modules

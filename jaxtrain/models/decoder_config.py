@@ -47,8 +47,6 @@ class DecoderConfig:
     tower."""
     goes_stale: ClassVar[tuple[str, ...]] = ()
     """Prefixes in `carries` of tensors that depend on hidden states, which training changes."""
-    image_blocks: ClassVar[bool] = False
-    """True if the tokens of an image see all of it, later ones too."""
     vocab_size: int
     hidden_size: int
     intermediate_size: int

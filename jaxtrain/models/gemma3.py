@@ -16,7 +16,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields
 from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.mixer import IMAGES, LayerSpec
 from jaxtrain.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from jaxtrain.models.blocks import attention_block
 from jaxtrain.models.decoder import Decoder, DecoderOptions
@@ -42,7 +42,6 @@ class Config(ImageTextConfig):
     model_type: ClassVar[str] = "gemma3"
     text_type: ClassVar[str] = "gemma3_text"
     tower_type: ClassVar[type[SquareConfig]] = SquareConfig
-    image_blocks: ClassVar[bool] = True
     renamed: ClassVar[Mapping[str, str]] = {"hidden_act": "hidden_activation"}
     norm: ClassVar[type[RMSNorm]] = ZeroCenteredRMSNorm
     rope_by_kind: ClassVar[bool] = True
@@ -124,8 +123,9 @@ class Config(ImageTextConfig):
         return raw
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        kinds = (SLIDING, FULL)
-        return windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window, kinds)
+        kinds, window = (SLIDING, FULL), self.sliding_window
+        specs = windowed_layers(self.num_hidden_layers, self.layer_types, window, kinds)
+        return tuple(dataclasses.replace(spec, mask=IMAGES) for spec in specs)
 
     @property
     def embedding_scale(self) -> float:

@@ -116,6 +116,19 @@ class ImageTextConfig(TextConfig):
         config.check()
         return config
 
+    def check(self) -> None:
+        """Raise UserError if the sizes do not fit together, or the token of images is none."""
+        super().check()
+        outer = {} if self.vision is None else json.loads(self.around or "{}")
+        for key in (key for key in self.media if key.startswith("image_token")):
+            token = outer.get(key)
+            if token is None or (type(token) is int and 0 <= token < self.vocab_size):
+                continue
+            raise UserError(
+                f"config.json: {key} is {describe(token)}; it must be the id of a token, from 0 to"
+                f" {self.vocab_size - 1} (vocab_size={self.vocab_size})"
+            )
+
     @property
     @abstractmethod
     def merge(self) -> int:

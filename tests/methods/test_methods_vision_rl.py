@@ -121,9 +121,17 @@ def test_a_run_draws_answers_to_pictures(smolvlm):
     check_run(*smolvlm)
 
 
-def test_a_run_of_qwen_draws_answers_to_pictures(tmp_path):
-    template, tokens, _ = FOLDERS["qwen3_vl"]
-    save_start(tmp_path / "start", "qwen3_vl")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qwen3_vl",
+        pytest.param("qwen2_5_vl", marks=pytest.mark.thorough),
+        pytest.param("gemma3", marks=pytest.mark.thorough),
+    ],
+)
+def test_a_run_of_a_folder_draws_answers_to_pictures(name, tmp_path):
+    template, tokens, _ = FOLDERS[name]
+    save_start(tmp_path / "start", name)
     write_rows(tmp_path)
     model = FOLDER.replace("{tokens}", json.dumps(tokens))
     check_run(*run(tmp_path, model, template))

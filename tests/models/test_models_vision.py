@@ -136,6 +136,9 @@ def test_experts_of_published_folders_are_transposed(tmp_path):
     ("name", "keys", "value"),
     [
         ("gemma3", ("mm_tokens_per_image",), -4),
+        ("gemma3", ("image_token_index",), 97),
+        ("smolvlm", ("image_token_id",), -1),
+        ("qwen3_5", ("image_token_id",), "five"),
         ("qwen3_vl", ("vision_config", "patch_size"), 0),
         ("qwen3_vl", ("vision_config", "spatial_merge_size"), 0),
         ("qwen3_vl", ("vision_config", "deepstack_visual_indexes"), [-1]),

@@ -6,7 +6,8 @@
 
 So an engine compiles two programs that read prompts, whose sizes follow from its number of rows
 alone. Prompts with images go in groups of their own, which begin together: the tower reads the
-images of a group at once, before its first chunk.
+images of a group at once, before its first chunk. Where tokens of an image see later ones of it,
+each group is read in one call, whose size is a power of two times that of a chunk.
 
 Shapes: U prompts of a block, C tokens of a chunk, S slots of a cache, V vocab, E experts' numbers,
 L tokens of the longest prompt, P patches of a prompt.
@@ -27,7 +28,7 @@ from jaxtrain_kernels import Context
 from jaxtrain.batch import IMAGE_SLOT, Batch, Images, RouteShape
 from jaxtrain.data.packing.pack import ImagePacker
 from jaxtrain.data.packing.tree import Image, PlacedImages
-from jaxtrain.models.decoder import SeenImages
+from jaxtrain.layers.embed import SeenImages
 
 MAX_PATCHES = 1 << 15
 """Patches of a group of prompts, so that the tower's activations have room."""
@@ -115,11 +116,13 @@ class SeenGroup(NamedTuple):
 
     def cut(self, C: int) -> SeenImages:
         """Return the images of the C tokens of a call."""
-        slot_UC, rope_UC3 = (
+        slot_UC, rope_UC3, since_UC = (
             None if x is None else jax.lax.dynamic_slice_in_dim(x, self.start, C, axis=1)
-            for x in (self.images.slot, self.images.rope)
+            for x in (self.images.slot, self.images.rope, self.images.since)
         )
-        return self.images._replace(slot=slot_UC, rope=rope_UC3)
+        if since_UC is not None:
+            since_UC = since_UC - self.start
+        return self.images._replace(slot=slot_UC, rope=rope_UC3, since=since_UC)
 
 
 class FilledPrompts(NamedTuple):
@@ -258,11 +261,15 @@ def read_prompts(
     if len(texts) < len(prompts):
         assert packer is not None, "prompts with images need what makes patches of them"
         pictured = sorted((prompt for prompt in prompts if prompt.images), key=len)
-        patches = packer.bucket([prompt.placed for prompt in pictured])
-        rows = min(blocks[1].rows, max(1, MAX_PATCHES // patches))
+        patches, block = packer.bucket([prompt.placed for prompt in pictured]), blocks[1]
+        if model.image_blocks:
+            calls = 1 << (block.count_calls(pictured[-1]) - 1).bit_length()
+            rows = max(1, block.rows // calls)
+            block = block._replace(rows=rows, tokens=block.tokens * calls)
+        rows = min(block.rows, max(1, MAX_PATCHES // patches))
         rows = min(rows, 1 << (len(pictured) - 1).bit_length())
         reader = ImagePrompts(packer, patches)
-        yield from read_by(blocks[1]._replace(rows=rows), model, pictured, slots, routes, reader)
+        yield from read_by(block._replace(rows=rows), model, pictured, slots, routes, reader)
 
 
 class ImagePrompts(NamedTuple):

@@ -227,11 +227,6 @@ class Requests(ABC):
             raise UserError(f"{name} has images, which are answered without a draft; remove it")
         if self.packer is None or getattr(self.model, "vision", None) is None:
             raise UserError(f"{name} has images, and the model reads text alone")
-        if self.model.image_blocks:
-            raise UserError(
-                f"{name} has images, whose tokens see each other in this model; they are read in"
-                " training and by `jaxtrain score`, and not by the sampler"
-            )
         if self.model.exact is not None:
             raise UserError(
                 f"{name} has images, whose tower has no exact form; set rollout.exact to false"
