@@ -5,13 +5,20 @@ import json
 
 import numpy as np
 import pytest
+from serving_toy import serving
 from toy_run import save_model
 
+from jaxtrain.api import Model
 from jaxtrain.cli.lm_harness import HarnessModel, fit, group_by_context, grow, parse_options
+from jaxtrain.cli.serve import split_layers
 from jaxtrain.errors import UserError
+from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.main import main
 
-HAS_HARNESS = importlib.util.find_spec("lm_eval") is not None
+NEEDS_HARNESS = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None,
+    reason="no lm-eval: pip install 'jaxtrain[lm-eval]'",
+)
 
 
 def test_continuations_of_a_context_are_one_tree():
@@ -47,33 +54,72 @@ def test_mistakes_of_the_verb(capsys):
     assert "has no effect without --lm-eval" in capsys.readouterr().err
 
 
-@pytest.mark.skipif(not HAS_HARNESS, reason="no lm-eval: pip install 'jaxtrain[lm-eval]'")
-@pytest.mark.slow
-def test_the_hf_engine_agrees(tmp_path):
-    """Compare sums of log-probs, greedy or not, whole texts in windows, and greedy answers."""
+def make_requests(kind, *arguments):
     from lm_eval.api.instance import Instance
+
+    return [
+        Instance(request_type=kind, doc={}, arguments=pair, idx=i)
+        for i, pair in enumerate(arguments)
+    ]
+
+
+PAIRS = [("Paris is", " big"), ("Paris is", " a city"), ("", "Hello"), ("One ", " two")]
+UNTIL = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
+ASKED = ("One two", UNTIL), ("Hello", UNTIL)
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """(folder, the harness's `hf` engine of it)."""
     from lm_eval.models.huggingface import HFLM
 
-    from jaxtrain.api import Model
-
-    folder = tmp_path / "tiny"
+    folder = tmp_path_factory.mktemp("harness") / "tiny"
     save_model(folder, max_position_embeddings=64)
+    return folder, HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
+
+
+@NEEDS_HARNESS
+@pytest.mark.slow
+def test_the_hf_engine_agrees(tiny):
+    """Compare sums of log-probs, greedy or not, whole texts in windows, and greedy answers."""
+    folder, theirs = tiny
     ours = HarnessModel(Model(folder))
-    theirs = HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=1)
 
     def ask(kind, *arguments):
-        requests = [
-            Instance(request_type=kind, doc={}, arguments=pair, idx=i)
-            for i, pair in enumerate(arguments)
-        ]
+        requests = make_requests(kind, *arguments)
         return [getattr(model, kind)(requests) for model in (ours, theirs)]
 
-    pairs = [("Paris is", " big"), ("Paris is", " a city"), ("", "Hello"), ("One ", " two")]
-    mine, hf = ask("loglikelihood", *pairs)
+    mine, hf = ask("loglikelihood", *PAIRS)
     np.testing.assert_allclose([x for x, _ in mine], [x for x, _ in hf], atol=1e-4)
     assert [greedy for _, greedy in mine] == [greedy for _, greedy in hf]
     mine, hf = ask("loglikelihood_rolling", ("word " * 60,), ("Hello",))
     np.testing.assert_allclose(mine, hf, rtol=1e-5)
-    kwargs = {"until": ["\n"], "max_gen_toks": 8, "do_sample": False}
-    mine, hf = ask("generate_until", ("One two", kwargs), ("Hello", kwargs))
+    mine, hf = ask("generate_until", *ASKED)
     assert mine == hf and json.loads(json.dumps(mine)) == mine  # as the harness writes them
+
+
+@NEEDS_HARNESS
+@pytest.mark.slow
+def test_local_completions_of_a_server_agree_with_the_hf_engine(tiny):
+    """The harness asks `jaxtrain serve` over HTTP: echoed log-probs, and greedy answers."""
+    from lm_eval.models.openai_completions import LocalCompletionsAPI
+
+    folder, hf = tiny
+    model = Model(folder)
+    sampler = model.sampler(True, prefixes=1)
+    sampler.use(split_layers(model, sampler.model), 0)
+    with serving(model.tokenizer, LocalEngine(sampler), max_model_len=64) as served:
+        theirs = LocalCompletionsAPI(
+            model="toy",
+            base_url=f"http://127.0.0.1:{served.port}/v1/completions",
+            tokenizer=str(folder),
+            tokenizer_backend="huggingface",
+            max_length=64,
+            max_retries=1,
+        )
+        scored = theirs.loglikelihood(make_requests("loglikelihood", *PAIRS))
+        answers = theirs.generate_until(make_requests("generate_until", *ASKED))
+    expected = hf.loglikelihood(make_requests("loglikelihood", *PAIRS))
+    np.testing.assert_allclose([x for x, _ in scored], [x for x, _ in expected], atol=1e-4)
+    assert [greedy for _, greedy in scored] == [greedy for _, greedy in expected]
+    assert answers == hf.generate_until(make_requests("generate_until", *ASKED))

@@ -1,6 +1,7 @@
 """Odd requests to the policy endpoint, generated from a seed, and what became of them.
 
     python -m tests.environments.odd_requests --seed 0 --count 10000
+    python -m tests.environments.odd_requests --serve          # to the routes of `jaxtrain serve`
 
 prints the answers by status. Each request must get an answer below 500, errors as JSON with a
 message, nothing may be logged, and its episode must go on.
@@ -251,13 +252,37 @@ def play(draw, count, per_episode=20):
     return statuses
 
 
+def check_open(served, request):
+    """Send a request to `jaxtrain serve`; return its status, which is below 500."""
+    path, raw, headers = request
+    status, answer = served.send("POST", path, raw, **headers)
+    assert status < 500, (status, answer, path, raw)
+    if status >= 400 and not answer.startswith(b"4"):  # aiohttp's own: "400: Bad ..."
+        assert json.loads(answer)["error"]["message"], raw
+    return status
+
+
+def play_open(rng, count):
+    """Send `count` requests to the routes of `jaxtrain serve`; return the number of each status."""
+    from tests.generation.serving_toy import WatchedScript, serving
+
+    tokenizer = load_tokenizer("builtin")
+    with serving(tokenizer, WatchedScript(tokenizer, "Four, of course: 4."), key="k") as served:
+        checked = (check_open(served, draw_open_request(rng)) for _ in range(count))
+        return collections.Counter(checked)
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--count", type=int, default=10_000)
+    parser.add_argument("--serve", action="store_true")
     args = parser.parse_args()
     rng, started = random.Random(args.seed), time.monotonic()
-    statuses = play(lambda episode: draw_request(rng, episode), args.count)
+    if args.serve:
+        statuses = play_open(rng, args.count)
+    else:
+        statuses = play(lambda episode: draw_request(rng, episode), args.count)
     for status, number in sorted(statuses.items()):
         print(f"HTTP {status}: {number}")
     print(f"{args.count} requests, seed {args.seed}, {time.monotonic() - started:.0f} s")

@@ -22,7 +22,6 @@ from jaxtrain.errors import UserError
 from jaxtrain.training_api.journal import Journal, Record
 
 ROOT = Path(__file__).parents[2]
-STEPS, KILLS = 10, 4
 
 
 class KilledServer(Server):
@@ -67,14 +66,14 @@ class KilledServer(Server):
                 time.sleep(0.05)
 
 
-def run_client(model, folder, kills=()):
+def run_client(model, folder, steps, kills=()):
     """(losses, arrays of the saved state, starts of the server); kills: seconds after the beginning
     of a step, by step."""
     server = KilledServer(model, folder)
     try:
         client = Client(server)
         losses = []
-        for step in range(STEPS):
+        for step in range(steps):
             timer = threading.Timer(kills[step], server.kill) if step in kills else None
             if timer is not None:
                 timer.start()
@@ -91,14 +90,17 @@ def run_client(model, folder, kills=()):
     return losses, arrays, server.starts
 
 
-@pytest.mark.slow
-def test_kills_at_random_moments_change_neither_losses_nor_weights(tmp_path):
+@pytest.mark.parametrize(
+    "steps, count",
+    [pytest.param(10, 4, marks=pytest.mark.slow), pytest.param(24, 20, marks=pytest.mark.thorough)],
+)
+def test_kills_at_random_moments_change_neither_losses_nor_weights(tmp_path, steps, count):
     save_model(tmp_path / "model")
-    losses, arrays, _ = run_client(tmp_path / "model", tmp_path / "calm")
+    losses, arrays, _ = run_client(tmp_path / "model", tmp_path / "calm", steps)
     rng = random.Random(0)
-    kills = {step: rng.uniform(0.0, 0.1) for step in rng.sample(range(STEPS), KILLS)}
-    again, same, starts = run_client(tmp_path / "model", tmp_path / "killed", kills)
-    assert starts == 1 + KILLS and again == losses
+    kills = {step: rng.uniform(0.0, 0.1) for step in rng.sample(range(steps), count)}
+    again, same, starts = run_client(tmp_path / "model", tmp_path / "killed", steps, kills)
+    assert starts == 1 + count and again == losses
     assert arrays.keys() == same.keys()
     for name, value in arrays.items():
         assert np.array_equal(value, same[name]), name
