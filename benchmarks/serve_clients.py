@@ -1,4 +1,4 @@
-"""Many clients of `jaxtrain serve` at once, of which a third hang up: lost and mixed answers, memory.
+"""Clients of `jaxtrain serve` at once, of which a third hang up: lost or mixed answers, memory.
 
 `python benchmarks/serve_clients.py MODEL`, on any device. Every client asks for the greedy answer
 to a question of its own, half of them as a stream. A third hang up: at once, or after the first

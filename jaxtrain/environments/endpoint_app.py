@@ -176,5 +176,7 @@ async def stream(
         if not response.prepared:
             raise
         await response.write(f"data: {json.dumps(describe_error(error))}\n\n".encode())
+    except ConnectionResetError:  # a client that hangs up is no error of the server
+        return response
     await response.write_eof()
     return response

@@ -12,6 +12,8 @@ from pathlib import Path
 import pytest
 from serving_toy import WatchedScript, serving
 
+from jaxtrain.environments.endpoint_app import EndpointApp, Route, stream
+
 PAGE = Path(__file__).parents[2] / "docs" / "serving.md"
 CLIENTS = 200
 
@@ -38,6 +40,28 @@ def test_curl_lines_of_the_page(tokenizer):
     answers = json.loads(completions)["choices"]
     assert [answer["index"] for answer in answers] == [0, 1]
     assert json.loads(tokens)["count"] == len(tokenizer.encode("Water boils")) and health == ""
+
+
+def test_a_client_that_hangs_up_in_a_stream_leaves_no_traceback(caplog):
+    async def end(request):
+        async def draw():
+            yield {"text": "a"}
+            request.transport.close()
+            yield {"text": "b"}
+
+        return await stream(request, draw())
+
+    async def run():
+        app = EndpointApp([Route("GET", "/stream", end)], None)
+        port = await app.listen("127.0.0.1", 0)
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        writer.write(b"GET /stream HTTP/1.1\r\nHost: localhost\r\n\r\n")
+        answer = await asyncio.wait_for(reader.read(), 30)
+        writer.close()
+        await app.close()
+        return answer
+
+    assert b'{"text": "a"}' in asyncio.run(run()) and not caplog.text
 
 
 class Echo(WatchedScript):
