@@ -9,6 +9,9 @@ Prints a line per measurement and writes them as JSON. `tflops` counts useful wo
 read or written once. `share` is of the measured rate of large bf16 matmuls, on an H200. `error` is
 the largest error against float32 maths, `plain_error` that of the same maths in bf16 by XLA.
 
+--repeats 8 runs every backend so often on the same arrays, of all cases, and counts the results
+that differ in a bit: none may, and one that does is a race.
+
 --impl sweep tries other sizes of the kernels of conv_heads, rotate_heads and decode_attention;
 decode_attention also has gpu_int8, gpu_fp8 and sweep_int8, on caches of 8 bits.
 """
@@ -16,7 +19,8 @@ decode_attention also has gpu_int8, gpu_fp8 and sweep_int8, on caches of 8 bits.
 import functools
 
 import jax.numpy as jnp
-from harness import Report, jax_ms, make_parser, torch_ms
+import numpy as np
+from harness import DECLINED, Report, jax_ms, make_parser, shorten, torch_ms
 from kernel_heads import ConvHeads, DecodeAttention, RotateHeads
 from kernel_ops import Attention, GatedDelta, LogpGather, MoE, WeightedLogp
 
@@ -66,18 +70,36 @@ def measure_errors(op, impls: list[str], report: Report) -> None:
         op.peer_errors(report)
 
 
+def measure_repeats(op, impls: list[str], count: int, report: Report) -> None:
+    """Add, for every backend, how many of `count` runs after the first have other bits."""
+    op.reduce()
+    for impl in impls:
+        labels = {"op": op.label, "case": op.case.name, "impl": impl}
+        try:
+            first, *others = (op.outputs(impl, jnp.bfloat16) for _ in range(count + 1))
+            same = [all(map(np.array_equal, first, other)) for other in others]
+            report.add(**labels, runs=count, differ=same.count(False))
+        except DECLINED as reason:
+            report.add(**labels, failed=shorten(reason, 100))
+
+
 def main() -> None:
     parser = make_parser(__doc__, out="JSON file")
     parser.add_argument("--op", choices=OPS, nargs="+", required=True)
     parser.add_argument("--case", nargs="*", default=[""], help="parts of case names")
     parser.add_argument("--impl", nargs="+", default=["mosaic_gpu", "xla", "torch"])
     parser.add_argument("--errors", action="store_true", help="numerics instead of times")
+    parser.add_argument("--repeats", type=int, help="run so often and compare bits")
     options = parser.parse_args()
     report = Report(options.out)
     measure = measure_errors if options.errors else measure_times
     for name in options.op:
         for case in OPS[name].cases:
-            if "bench" in case.tags and any(part in case.name for part in options.case):
+            if not any(part in case.name for part in options.case):
+                continue
+            if options.repeats:
+                measure_repeats(OPS[name](case), options.impl, options.repeats, report)
+            elif "bench" in case.tags:
                 measure(OPS[name](case), options.impl, report)
 
 

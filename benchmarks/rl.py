@@ -15,10 +15,13 @@ train s    of it the updates took
 sample     drawn tokens / wait s in mode sync, else / round s
 train      trained rows' tokens / train s
 lag        mean age of the answers in rounds
+equal      least share, over all rounds, of log-probs that the first update computes as they were
+           drawn, to the bit (1 with rollout.exact=true), and off: the largest difference
 """
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -119,7 +122,10 @@ def run_config(table: dict, folder: Path, words: list[str]) -> list[dict]:
     config.write_text(json.dumps(table))
     command = [sys.executable, "-m", "jaxtrain.main", "--config", str(config)]
     command += [f"run.output_dir={folder / 'run'}", *words]
-    completed = subprocess.run(command, capture_output=True, text=True)
+    # The run imports this file, too, for its environment.
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    environment = os.environ | {"PYTHONPATH": path}
+    completed = subprocess.run(command, capture_output=True, text=True, env=environment)
     if completed.returncode:
         output = completed.stdout[-1500:] + completed.stderr
         raise SystemExit(f"{folder.name}: exit {completed.returncode}\n{output}")
@@ -157,6 +163,8 @@ def summarize(mode: str, lines: list[dict], minibatches: int) -> dict:
         "sample tok/s": drawn / (wait if mode == "sync" else round_s),
         "train tok/s": median(timed, "num_tokens") / train,
         "lag": statistics.mean(line["lag/mean"] for line in timed),
+        "equal": min(line["mismatch/exact"] for line in lines if "mismatch/exact" in line),
+        "off": max(line.get("mismatch/max_abs", 0.0) for line in lines),
     }
 
 
@@ -167,6 +175,8 @@ COLUMNS = (
     ("sample tok/s", "sample tok/s", ">13,.0f"),
     ("train tok/s", "train tok/s", ">12,.0f"),
     ("lag", "lag", ">6.2f"),
+    ("equal", "equal", ">8.4f"),
+    ("off", "off", ">8.1e"),
 )
 
 

@@ -187,11 +187,11 @@ class Program:
             self.state, output = self.step(self.state, self.placed, self.frozen)
         return output
 
-    def measure(self, timed: int | None = None) -> dict:
+    def measure(self, timed: int | None = None, warm_up: int = WARM_UP) -> dict:
         """Loss of the first step, seconds a step, memory, rates."""
         if self.placed is None:
             self.open()
-        outputs = [self.run() for _ in range(WARM_UP)]
+        outputs = [self.run() for _ in range(warm_up)]
         losses = [float(output.metrics["loss"][0]) for output in outputs]
         row = {
             "loss": losses[0],

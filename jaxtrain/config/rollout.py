@@ -66,7 +66,7 @@ class RolloutConfig(Section):
     exact: bool = False
     """local: sampler and trainer compute the same log-probs, to the bit, in any batch and packing,
     so that ratios are exactly 1 in a round's first update and old log-probs are the sampler's. On
-    one CPU so far; whatever keeps them apart is refused. See docs/exact.md."""
+    one CPU or GPU; whatever keeps them apart is refused. See docs/exact.md."""
     zero_advantage: Literal["drop", "keep", "refill"] = "drop"
     """Groups whose rewards are all equal: leave them out, train them anyway (they matter to a KL
     term only), or draw further prompts until the round is full (DAPO's dynamic sampling)."""

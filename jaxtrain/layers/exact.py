@@ -5,14 +5,15 @@ cache. Sums of floats depend on the order in which a program adds, so the two di
 bits. Here both run the same small programs, so that the log-prob that the sampler hands out is the
 one that training computes, bit for bit:
 
-    tokens of a batch ── tiles of ROWS tokens ──> norm, projections, rotation ─┐ q, k, v
-    queries of a path ── tiles of QUERIES, blocks of KEYS by position ─────────┤ heads' outputs
-    tokens of a batch ── tiles of ROWS tokens ──> projection, norm, MLP <──────┘
+    tokens of a batch ── tiles of `rows` tokens ──> norm, projections, rotation ─┐ q, k, v
+    queries of a path ── tiles of `queries`, blocks of `keys` by position ───────┤ heads' outputs
+    tokens of a batch ── tiles of `rows` tokens ──> projection, norm, MLP <──────┘
 
-A tile has a fixed shape and is the body of a loop whose length XLA does not know, so that nothing
-is fused across its border: one body is compiled alike wherever it is. A block of keys that a query
-does not see adds exact zeros, and keys are taken by position along the query's own path, so that a
-branch of a tree computes what its path alone would.
+A tile has a fixed shape, and nothing is fused across its border, so that it is compiled alike
+wherever it is. On a CPU the border is that of a loop whose length XLA does not know, as XLA:CPU
+drops barriers before it fuses; on a GPU, where such a loop waits for the host every turn, it is a
+barrier. A block of keys that a query does not see adds exact zeros, and keys are taken by position
+along the query's own path, so that a branch of a tree computes what its path alone would.
 
 Only forward passes are so. Gradients are those of the usual programs at the same values, as fast as
 without.
@@ -38,24 +39,39 @@ from jaxtrain.layers.router import ExpertChoice
 from jaxtrain.layers.router_notes import note_choice
 from jaxtrain.layers.sharded_attention import attend
 
-ROWS = 32
-"""Tokens of a tile."""
-QUERIES = 8
-"""Queries of a tile of attention, of one path."""
-KEYS = 64
-"""Keys of a block, neighbors on a path; the first has a multiple of it as its position."""
+
+class TileSizes(NamedTuple):
+    """Sizes of what is computed at a time; part of what the numbers are."""
+
+    rows: int
+    """Tokens of a tile."""
+    queries: int
+    """Queries of a tile of attention, of one path."""
+    keys: int
+    """Keys of a block, neighbors on a path; the first has a multiple of it as its position."""
+    group: int
+    """Tiles of attention side by side."""
+    barriers: bool = False
+    """Keep borders by barriers instead of loops of hidden length."""
+
+
+CPU = TileSizes(rows=32, queries=8, keys=64, group=1)
+GPU = TileSizes(rows=256, queries=8, keys=256, group=128, barriers=True)
+"""Large, as a turn of a loop costs a GPU tens of microseconds, whatever it computes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class ExactOps:
     """Operations of a model whose passes are exact (`DecoderOptions.exact`)."""
 
+    sizes: TileSizes = CPU
+
     def attach(self, model: Any) -> None:
         """Have the model run with these operations, in place."""
         model.exact = model.stack.exact = self
         for _, node in nnx.iter_graph(model.stack):
             if isinstance(node, Attention):
-                # Blocks of keys begin at multiples of KEYS, which slots of a ring do not stay at.
+                # Blocks of keys begin at multiples of their size; slots of a ring do not stay there.
                 node.rings = False
 
     def tokenwise(
@@ -68,13 +84,13 @@ class ExactOps:
     ) -> Any:
         """Return fn(params, inputs, aux), a pytree of arrays [B, T, ...], tile by tile.
 
-        inputs, aux: pytrees of arrays [B, T, ...], of which fn gets [1, ROWS, ...]; aux has no
+        inputs, aux: pytrees of arrays [B, T, ...], of which fn gets [1, rows, ...]; aux has no
         gradients. pin(outputs, aux) -> the aux of the backward pass.
         """
 
         @jax.custom_vjp
         def run(params, inputs, aux):
-            return _run_tiles(fn, params, inputs, aux)
+            return _run_tiles(self.sizes, fn, params, inputs, aux)
 
         def forward(params, inputs, aux):
             outputs = run(params, inputs, aux)
@@ -159,6 +175,9 @@ class ExactOps:
 
         def score(head_VD, hidden_BTD, aux):
             target_BT, temperature_BT = aux
+            # The sampler's copy is rounded already. Reductions that read another dtype may add in
+            # another order.
+            head_VD = keep_border(self.sizes, head_VD.astype(hidden_BTD.dtype))
             fields = logp_gather(
                 hidden_BTD.reshape(-1, hidden_BTD.shape[-1]),
                 head_VD,
@@ -181,13 +200,14 @@ class ExactOps:
         options = AttendOptions(inputs.spec.window, **score)
         if rounded.after is not None:
             assert isinstance(rounded.after, KV), "the config refuses other storage"
-            tiles = tile_new(context.positions, inputs.decoding.end - inputs.decoding.start)
-            return attend_tiles(options, q_BTNH, *rounded.after, sinks, tiles, None)
+            count_B = inputs.decoding.end - inputs.decoding.start
+            tiles = tile_new(context.positions, count_B, self.sizes.queries)
+            return attend_tiles(self.sizes, options, q_BTNH, *rounded.after, sinks, tiles, None)
 
         @jax.custom_vjp
         def run(q_BTNH, k_BTKH, v_BTKH, sinks, context):
-            tiles = tile_paths(context)
-            return attend_tiles(options, q_BTNH, k_BTKH, v_BTKH, sinks, tiles, context)
+            tiles = tile_paths(context, self.sizes.queries)
+            return attend_tiles(self.sizes, options, q_BTNH, k_BTKH, v_BTKH, sinks, tiles, context)
 
         def forward(*arrays):
             return run(*arrays), arrays
@@ -220,17 +240,17 @@ def find_inexact_layers(model: Any) -> list[str]:
     return list(reasons)
 
 
-def _run_tiles(fn: Callable[..., Any], params: Any, inputs: Any, aux: Any) -> Any:
-    """Return fn's outputs [B, T, ...], computed in tiles [1, ROWS, ...]."""
-    arrays = (inputs, aux)
+def _run_tiles(sizes: TileSizes, fn: Callable[..., Any], params: Any, inputs: Any, aux: Any) -> Any:
+    """Return fn's outputs [B, T, ...], computed in tiles [1, rows, ...]."""
+    arrays, rows = (inputs, aux), sizes.rows
     first = jax.tree.leaves(arrays)[0]
     B, T = first.shape[:2]
-    tiles = -(-B * T // ROWS)
+    tiles = -(-B * T // rows)
 
     def split(x: jax.Array) -> jax.Array:
         flat = x.reshape(B * T, *x.shape[2:])
-        padding = [(0, tiles * ROWS - B * T), *[(0, 0)] * (flat.ndim - 1)]
-        return jnp.pad(flat, padding).reshape(tiles, 1, ROWS, *x.shape[2:])
+        padding = [(0, tiles * rows - B * T), *[(0, 0)] * (flat.ndim - 1)]
+        return jnp.pad(flat, padding).reshape(tiles, 1, rows, *x.shape[2:])
 
     tiled = jax.tree.map(split, arrays)
     of_tile = jax.eval_shape(
@@ -239,20 +259,25 @@ def _run_tiles(fn: Callable[..., Any], params: Any, inputs: Any, aux: Any) -> An
     empty = jax.tree.map(lambda x: jnp.zeros((tiles, *x.shape), x.dtype), of_tile)
     # XLA does not see that this adds 0. A loop of known length may be unrolled, and then fused
     # with what is around it.
-    count = tiles + hidden_zero(first)
+    count = tiles if sizes.barriers else tiles + hidden_zero(first)
 
     def body(index, outputs):
         tile = jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tiled)
-        new = fn(params, *tile)
+        new = keep_border(sizes, fn(params, *keep_border(sizes, tile)))
         return jax.tree.map(
             lambda all_, x: jax.lax.dynamic_update_index_in_dim(all_, x, index, 0), outputs, new
         )
 
     outputs = jax.lax.fori_loop(0, count, body, empty)
     return jax.tree.map(
-        lambda x: x.reshape(tiles * ROWS, *x.shape[3:])[: B * T].reshape(B, T, *x.shape[3:]),
+        lambda x: x.reshape(tiles * rows, *x.shape[3:])[: B * T].reshape(B, T, *x.shape[3:]),
         outputs,
     )
+
+
+def keep_border(sizes: TileSizes, values: Any) -> Any:
+    """Return the values; what makes them is not fused with what reads them."""
+    return jax.lax.optimization_barrier(values) if sizes.barriers else values
 
 
 def hidden_zero(x: jax.Array) -> jax.Array:
@@ -272,7 +297,7 @@ class AttendOptions(NamedTuple):
 
 
 class QueryTiles(NamedTuple):
-    """Tiles of up to QUERIES consecutive queries, each a token and its successors on a path."""
+    """Tiles of consecutive queries, each a token and its successors on a path."""
 
     row: jax.Array
     """int32 [n], and `start` (index in the row), `position` and `count` likewise."""
@@ -295,7 +320,7 @@ class QueryTiles(NamedTuple):
         return cls(index // T, index % T, take(positions_BT), take(count_BT), total)
 
 
-def tile_paths(context: Context) -> QueryTiles:
+def tile_paths(context: Context, queries: int) -> QueryTiles:
     """Cut packed rows, wherever the next token is not the child of the one before."""
     B, T = context.prev.shape
     index_T = jnp.arange(T, dtype=jnp.int32)
@@ -303,21 +328,22 @@ def tile_paths(context: Context) -> QueryTiles:
     offset_BT = index_T - jax.lax.cummax(jnp.where(begins_BT, index_T, 0), axis=1)
     next_BT = jnp.pad(jnp.where(begins_BT, index_T, T)[:, 1:], ((0, 0), (0, 1)), constant_values=T)
     left_BT = jax.lax.cummin(next_BT, axis=1, reverse=True) - index_T
-    count_BT = jnp.minimum(QUERIES, left_BT)
-    return QueryTiles.collect(offset_BT % QUERIES == 0, count_BT, context.positions, B * T)
+    count_BT = jnp.minimum(queries, left_BT)
+    return QueryTiles.collect(offset_BT % queries == 0, count_BT, context.positions, B * T)
 
 
-def tile_new(positions_BT: jax.Array, count_B: jax.Array) -> QueryTiles:
+def tile_new(positions_BT: jax.Array, count_B: jax.Array, queries: int) -> QueryTiles:
     """Cut the first `count` of each row's T new tokens."""
     B, T = positions_BT.shape
     index_T = jnp.arange(T, dtype=jnp.int32)
     left_BT = count_B[:, None] - index_T
-    is_start_BT = (index_T % QUERIES == 0) & (left_BT > 0)
-    most = B * -(-T // QUERIES)
-    return QueryTiles.collect(is_start_BT, jnp.minimum(QUERIES, left_BT), positions_BT, most)
+    is_start_BT = (index_T % queries == 0) & (left_BT > 0)
+    most = B * -(-T // queries)
+    return QueryTiles.collect(is_start_BT, jnp.minimum(queries, left_BT), positions_BT, most)
 
 
 def attend_tiles(
+    sizes: TileSizes,
     options: AttendOptions,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -329,18 +355,17 @@ def attend_tiles(
     """Return the heads' outputs [B, T, N, H]; 0 for queries of no tile.
 
     A query sees the keys of its path up to itself: those that the context of packed rows lets it
-    see; None: the slots of a cache, whose position is their index.
+    see; None: the slots of a cache, whose position is their index. Of tiles side by side (axis X)
+    each visits the blocks of all; those that it does not see add exact zeros.
     """
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
+    Q, C, X = sizes.queries, sizes.keys, sizes.group
     G, wide = N // K, accumulator(q_BTNH.dtype)
+    M = G * Q
     scale = H**-0.5 if options.scale is None else options.scale
-    query_Q, key_C = jnp.arange(QUERIES, dtype=jnp.int32), jnp.arange(KEYS, dtype=jnp.int32)
+    query_Q, key_C = jnp.arange(Q, dtype=jnp.int32), jnp.arange(C, dtype=jnp.int32)
     slot_S = jnp.arange(S, dtype=jnp.int32)
-    padding = -S % KEYS
-
-    def by_head(x_QNH: jax.Array) -> jax.Array:
-        x_QKGH = x_QNH.reshape(QUERIES, K, G, -1)
-        return x_QKGH.transpose(1, 2, 0, 3).reshape(K, G * QUERIES, -1)
+    padding = -S % C
 
     def find_slots(row: jax.Array, last: jax.Array) -> jax.Array:
         """Return the slot of each position of the path that ends with the query `last`."""
@@ -350,57 +375,62 @@ def attend_tiles(
         place_S = jnp.where(seen_S, context.positions[row], S + padding)
         return jnp.zeros(S + padding, jnp.int32).at[place_S].set(slot_S, mode="drop")
 
-    def one_tile(index, out_BTNH):
-        row, start, position, count = (x[index] for x in tiles[:4])
-        at_Q = start + query_Q
-        q_KMH = by_head(q_BTNH[row, jnp.minimum(at_Q, T - 1)]).astype(wide)
-        place_M = jnp.tile(position + query_Q, G)
-        slots = find_slots(row, start + count - 1)
+    def one_group(group, out_BTNH):
+        index_X = group * X + jnp.arange(X, dtype=jnp.int32)
+        row_X, start_X, position_X, count_X = (x.at[index_X].get(mode="clip") for x in tiles[:4])
+        count_X = jnp.where(index_X < tiles.total, count_X, 0)
+        at_XQ = start_X[:, None] + query_Q
+        q_XQKGH = q_BTNH[row_X[:, None], jnp.minimum(at_XQ, T - 1)].reshape(X, Q, K, G, H)
+        q_XKMH = q_XQKGH.astype(wide).transpose(0, 2, 3, 1, 4).reshape(X, K, M, H)
+        place_XM = position_X[:, None] + jnp.tile(query_Q, G)
+        slots_XS = jax.vmap(find_slots)(row_X, start_X + count_X - 1)
 
         def one_block(block, carry):
-            top_KM, total_KM, sum_KMH = carry
-            at_C = jax.lax.dynamic_slice_in_dim(slots, block * KEYS, KEYS)
-            k_CKH, v_CKH = (x[row, at_C].astype(wide) for x in (k_BSKH, v_BSKH))
-            z_KMC = jnp.einsum("kmh,ckh->kmc", q_KMH, k_CKH, precision="highest") * scale
+            top_XKM, total_XKM, sum_XKMH = keep_border(sizes, carry)
+            at_XC = jax.lax.dynamic_slice_in_dim(slots_XS, block * C, C, axis=1)
+            k_XCKH, v_XCKH = (x[row_X[:, None], at_XC].astype(wide) for x in (k_BSKH, v_BSKH))
+            z_XKMC = jnp.einsum("xkmh,xckh->xkmc", q_XKMH, k_XCKH, precision="highest") * scale
             if options.softcap is not None:
-                z_KMC = options.softcap * jnp.tanh(z_KMC / options.softcap)
-            place_C = block * KEYS + key_C
-            seen_MC = place_C <= place_M[:, None]
+                z_XKMC = options.softcap * jnp.tanh(z_XKMC / options.softcap)
+            place_C = block * C + key_C
+            seen_XMC = place_C <= place_XM[..., None]
             if options.window is not None:
-                seen_MC &= place_C > place_M[:, None] - options.window
-            z_KMC = jnp.where(seen_MC, z_KMC, -jnp.inf)
-            new_KM = jnp.maximum(top_KM, z_KMC.max(-1))
+                seen_XMC &= place_C > place_XM[..., None] - options.window
+            z_XKMC = jnp.where(seen_XMC[:, None], z_XKMC, -jnp.inf)
+            new_XKM = jnp.maximum(top_XKM, z_XKMC.max(-1))
             # A query that has seen nothing yet: exp(-inf - 0) is 0.
-            safe_KM = jnp.where(new_KM == -jnp.inf, 0.0, new_KM)
-            weight_KMC = jnp.exp(z_KMC - safe_KM[..., None])
-            decay_KM = jnp.exp(top_KM - safe_KM)
-            added_KMH = jnp.einsum("kmc,ckh->kmh", weight_KMC, v_CKH, precision="highest")
-            return (
-                new_KM,
-                total_KM * decay_KM + weight_KMC.sum(-1),
-                sum_KMH * decay_KM[..., None] + added_KMH,
-            )
+            safe_XKM = jnp.where(new_XKM == -jnp.inf, 0.0, new_XKM)
+            weight_XKMC = jnp.exp(z_XKMC - safe_XKM[..., None])
+            decay_XKM = jnp.exp(top_XKM - safe_XKM)
+            added_XKMH = jnp.einsum("xkmc,xckh->xkmh", weight_XKMC, v_XCKH, precision="highest")
+            total_XKM = total_XKM * decay_XKM + weight_XKMC.sum(-1)
+            sum_XKMH = sum_XKMH * decay_XKM[..., None] + added_XKMH
+            return keep_border(sizes, (new_XKM, total_XKM, sum_XKMH))
 
+        real_X = count_X > 0
         first = 0
         if options.window is not None:
-            first = jnp.maximum(position - options.window + 1, 0) // KEYS
-        M = G * QUERIES
+            first_X = jnp.maximum(position_X - options.window + 1, 0) // C
+            first = jnp.where(real_X, first_X, S).min()
         carry = (
-            jnp.full((K, M), -jnp.inf, wide),
-            jnp.zeros((K, M), wide),
-            jnp.zeros((K, M, v_BSKH.shape[-1]), wide),
+            jnp.full((X, K, M), -jnp.inf, wide),
+            jnp.zeros((X, K, M), wide),
+            jnp.zeros((X, K, M, v_BSKH.shape[-1]), wide),
         )
-        stop = (position + count - 1) // KEYS + 1
-        top_KM, total_KM, sum_KMH = jax.lax.fori_loop(first, stop, one_block, carry)
+        stop = jnp.where(real_X, (position_X + count_X - 1) // C + 1, 0).max()
+        if sizes.barriers and S <= C:
+            first, stop = 0, 1
+        top_XKM, total_XKM, sum_XKMH = jax.lax.fori_loop(first, stop, one_block, carry)
         if sinks_N is not None:
-            sink_KM = jnp.repeat(sinks_N.astype(wide).reshape(K, G), QUERIES, axis=1)
-            total_KM = total_KM + jnp.exp(sink_KM - top_KM)
-        # Rows of the tile without a query have seen no key, perhaps.
-        total_KM = jnp.where(total_KM == 0, 1.0, total_KM)
-        out_KGQH = (sum_KMH / total_KM[..., None]).reshape(K, G, QUERIES, -1)
-        out_QNH = out_KGQH.transpose(2, 0, 1, 3).reshape(QUERIES, N, -1).astype(q_BTNH.dtype)
-        at_Q = jnp.where(query_Q < count, at_Q, T)
-        return out_BTNH.at[row, at_Q].set(out_QNH, mode="drop")
+            sink_KM = jnp.repeat(sinks_N.astype(wide).reshape(K, G), Q, axis=1)
+            total_XKM = total_XKM + jnp.exp(sink_KM - top_XKM)
+        # Rows of a tile without a query have seen no key, perhaps.
+        total_XKM = jnp.where(total_XKM == 0, 1.0, total_XKM)
+        out_XKGQH = (sum_XKMH / total_XKM[..., None]).reshape(X, K, G, Q, -1)
+        out_XQNH = out_XKGQH.transpose(0, 3, 1, 2, 4).reshape(X, Q, N, -1).astype(q_BTNH.dtype)
+        at_XQ = jnp.where(query_Q < count_X[:, None], at_XQ, T)
+        return out_BTNH.at[row_X[:, None], at_XQ].set(out_XQNH, mode="drop")
 
     empty_BTNH = jnp.zeros((B, T, N, v_BSKH.shape[-1]), q_BTNH.dtype)
-    return jax.lax.fori_loop(0, tiles.total, one_tile, empty_BTNH)
+    groups = 1 if sizes.barriers and tiles.row.size <= X else -(-tiles.total // X)
+    return jax.lax.fori_loop(0, groups, one_group, empty_BTNH)

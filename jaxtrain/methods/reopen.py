@@ -170,7 +170,7 @@ def alone(config: Config) -> Config:
     aside for rollouts and without a draft. What was trained exactly is read by the usual programs
     where there is no exact form."""
     devices = jax.devices()
-    exact = config.rollout.exact and len(devices) == 1 and devices[0].platform == "cpu"
+    exact = config.rollout.exact and len(devices) == 1 and devices[0].platform in ("cpu", "gpu")
     changed = {"devices": 0, "draft": None, "draft_refresh": None, "exact": exact}
     rollout = config.rollout.model_copy(update=changed)
     return config.model_copy(update={"rollout": rollout})

@@ -15,7 +15,7 @@ from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.slots import unstack
 from jaxtrain.generation.local.speculation import DraftedModel
-from jaxtrain.layers.exact import KEYS, ExactOps
+from jaxtrain.layers.exact import CPU, ExactOps, TileSizes
 from jaxtrain.models import build, families
 
 RAW = {
@@ -44,8 +44,13 @@ TOKENS = 320
 TEMPERATURE = 0.7
 
 
-def open_model(raw=RAW, exact=True, **options):
-    ops = ExactOps() if exact else None
+KEYS = CPU.keys
+GROUPED = TileSizes(rows=16, queries=4, keys=32, group=5)
+"""A group of tiles, as on a GPU: of several rows, and the last one with none for some."""
+
+
+def open_model(raw=RAW, exact=True, sizes=CPU, **options):
+    ops = ExactOps(sizes) if exact else None
     return build.init(families.config_from_hf(raw), 0, exact=ops, **options)
 
 
@@ -166,6 +171,17 @@ def test_float32_is_exact_where_the_fast_path_is_not(model):
         usual = dict(nnx.to_flat_state(fast_gradients))[path][...]
         scale = float(jnp.abs(usual).max())
         np.testing.assert_allclose(value[...], usual, atol=2e-5 * scale, err_msg=str(path))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("windows", [{"use_sliding_window": True, "sliding_window": 24}, {}])
+def test_tiles_of_attention_side_by_side_compute_what_each_does_alone(windows):
+    raw = RAW | windows | {"max_window_layers": 1}
+    sampled, trained, _ = compare(open_model(raw, sizes=GROUPED))
+    np.testing.assert_array_equal(sampled.view(np.uint32), trained.view(np.uint32))
+    # Sizes are part of the numbers, but only of their rounding.
+    alone, _, _ = compare(open_model(raw, sizes=GROUPED._replace(group=1)))
+    np.testing.assert_allclose(sampled, alone, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -9,7 +9,7 @@ from dataclasses import replace
 from jaxtrain.config import Config
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.errors import UserError
-from jaxtrain.layers.exact import ExactOps, find_inexact_layers
+from jaxtrain.layers.exact import CPU, GPU, ExactOps, find_inexact_layers
 from jaxtrain.models import build
 
 
@@ -24,7 +24,12 @@ def make_exact(config: Config, bundle: ModelBundle) -> ModelBundle:
             "rollout.exact: the sampler's log-probs cannot be the trainer's to the bit here; change"
             f" what follows, or set it to false:{listed}"
         )
-    return replace(bundle, options={**bundle.options, "exact": ExactOps()})
+    return replace(bundle, options={**bundle.options, "exact": exact_ops(bundle)})
+
+
+def exact_ops(bundle: ModelBundle) -> ExactOps:
+    """Return the operations of exact passes, in the tiles of the mesh's platform."""
+    return ExactOps(GPU if bundle.mesh.devices.flat[0].platform == "gpu" else CPU)
 
 
 def reuses_sampled_logp(config: Config) -> bool:
@@ -42,8 +47,8 @@ def find_reasons(config: Config, bundle: ModelBundle) -> Iterator[str]:
     if rollout.engine != "local":
         yield f'rollout.engine "{rollout.engine}" has programs of its own; set it to "local"'
     platform = bundle.mesh.devices.flat[0].platform
-    if platform != "cpu":
-        yield f"nobody has measured it on {platform}; it holds on CPUs"
+    if platform not in ("cpu", "gpu"):
+        yield f"nobody has measured it on {platform}; it holds on CPUs and NVIDIA GPUs"
     if bundle.mesh.size > 1 or rollout.devices:
         yield (
             f"{bundle.mesh.size + rollout.devices} devices share the work (section parallel,"

@@ -44,6 +44,9 @@ CASES = [
     Case("temperature", 40, 32, 384, CI, per_token_temperature=True),
     Case("everything", 40, 32, 500, CI, softcap=3.0, per_token_temperature=True),
     Case("frozen", 40, 32, 384, CI, freeze_head=True),
+    # Widths of 4 n + 1 blocks of 64: the last block shares its buffer with the next tile's first.
+    Case("t1024_d576_v49152", 1024, 576, 49152, BENCH),
+    Case("t1024_d2880_v65536", 1024, 2880, 65536, BENCH),
     Case("t8192_d1024_v151936", 8192, 1024, 151936, TUNE),
     Case("t16384_d4096_v151936", 16384, 4096, 151936, TUNE),
 ]

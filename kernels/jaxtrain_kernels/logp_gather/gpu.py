@@ -77,8 +77,12 @@ def _tiles(epilogue, hidden_ref, head_ref, extent, config, active=True):
     # The pipelines of all tiles use the same buffers; this one only says which it would allocate.
     buffers = pipeline(nothing, nothing).get_allocations(hidden_ref, head_ref.at[pl.ds(0, tv)])
 
-    @functools.partial(pl.run_scoped, buffers=buffers, collective_axes="group")
-    def _(buffers):
+    # Products that have read their last stage. The pipeline itself does not wait for the stage that
+    # is given back late: the next tile's first blocks would overwrite it under the product.
+    barrier = plgpu.Barrier(num_arrivals=WARPGROUPS)
+
+    @functools.partial(pl.run_scoped, buffers=buffers, read=barrier, collective_axes="group")
+    def _(buffers, read):
         count = t_tiles * v_tiles
         count = count if active is True else jnp.where(active, count, 0)
 
@@ -94,13 +98,19 @@ def _tiles(epilogue, hidden_ref, head_ref, extent, config, active=True):
                 @functools.partial(pl.run_scoped, acc=plgpu.ACC((ROWS, tv), jnp.float32))
                 def _(acc):
                     pipe(acc)
-                    epilogue(acc[...], t_tile, offset, shifted)
+                    logits = acc[...]  # waits for the last product
+                    plgpu.barrier_arrive(read)
+                    epilogue(logits, t_tile, offset, shifted)
 
             def multiply(_, hidden_smem, head_smem, acc):
                 local = hidden_smem.at[pl.ds(group * ROWS, ROWS)]
                 plgpu.wgmma(acc, local, head_smem.transpose((1, 0)))
                 plgpu.wgmma_wait(1)
                 return acc
+
+            @pl.when((group == WARPGROUPS) & (loop.local_index > 0))
+            def _():
+                plgpu.barrier_wait(read)
 
             part = pl.ds(pl.multiple_of(base + shifted, 8), tv)
             pipeline(multiply, context, t_tile)(hidden_ref, head_ref.at[part], allocations=buffers)
