@@ -71,7 +71,7 @@ class ExactOps:
         model.exact = model.stack.exact = self
         for _, node in nnx.iter_graph(model.stack):
             if isinstance(node, Attention):
-                # Blocks of keys begin at multiples of their size; slots of a ring do not stay there.
+                # Blocks of keys begin at multiples of their size, which slots of a ring leave.
                 node.rings = False
 
     def tokenwise(
