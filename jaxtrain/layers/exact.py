@@ -197,17 +197,18 @@ class ExactOps:
         """Return the heads' outputs [B, T, N, H]."""
         context, score = inputs.context, attention.score()
         sinks = score.pop("sinks")
-        options = AttendOptions(inputs.spec.window, **score)
+        usual_options = {"window": inputs.spec.window, **score}
+        options = AttendOptions(self.sizes, **usual_options)
         if rounded.after is not None:
             assert isinstance(rounded.after, KV), "the config refuses other storage"
             count_B = inputs.decoding.end - inputs.decoding.start
             tiles = tile_new(context.positions, count_B, self.sizes.queries)
-            return attend_tiles(self.sizes, options, q_BTNH, *rounded.after, sinks, tiles, None)
+            return attend_tiles(options, q_BTNH, *rounded.after, sinks, tiles, None)
 
         @jax.custom_vjp
         def run(q_BTNH, k_BTKH, v_BTKH, sinks, context):
             tiles = tile_paths(context, self.sizes.queries)
-            return attend_tiles(self.sizes, options, q_BTNH, k_BTKH, v_BTKH, sinks, tiles, context)
+            return attend_tiles(options, q_BTNH, k_BTKH, v_BTKH, sinks, tiles, context)
 
         def forward(*arrays):
             return run(*arrays), arrays
@@ -216,7 +217,7 @@ class ExactOps:
             *arrays, context = residuals
 
             def usual(q_BTNH, k_BTKH, v_BTKH, sinks):
-                how = {**options._asdict(), "impl": attention.impl, "sinks": sinks}
+                how = {**usual_options, "impl": attention.impl, "sinks": sinks}
                 return attend(q_BTNH, k_BTKH, v_BTKH, context, **how)
 
             return *jax.vjp(usual, *arrays)[1](d_out), None
@@ -291,6 +292,7 @@ def hidden_zero(x: jax.Array) -> jax.Array:
 class AttendOptions(NamedTuple):
     """Static parameters of attention."""
 
+    sizes: TileSizes
     window: int | None
     softcap: float | None
     scale: float | None
@@ -343,7 +345,6 @@ def tile_new(positions_BT: jax.Array, count_B: jax.Array, queries: int) -> Query
 
 
 def attend_tiles(
-    sizes: TileSizes,
     options: AttendOptions,
     q_BTNH: jax.Array,
     k_BSKH: jax.Array,
@@ -359,6 +360,7 @@ def attend_tiles(
     each visits the blocks of all; those that it does not see add exact zeros.
     """
     (B, T, N, H), (S, K) = q_BTNH.shape, k_BSKH.shape[1:3]
+    sizes = options.sizes
     Q, C, X = sizes.queries, sizes.keys, sizes.group
     G, wide = N // K, accumulator(q_BTNH.dtype)
     M = G * Q
