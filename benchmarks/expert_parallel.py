@@ -27,7 +27,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from train_step import Setting
 
-from jaxtrain.core.losses.balance import NoteCollector
+from jaxtrain.core.losses.balance import OutputCollector
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.layers.expert_transport import Transport
@@ -35,9 +35,9 @@ from jaxtrain.layers.expert_transport import Transport
 
 def loss(model, batch, **options):
     """nll_loss with what its experts note among the metrics."""
-    watched = NoteCollector(model)
+    watched = OutputCollector(model)
     sums, metrics = nll_loss(watched, batch, **options)
-    (noted,) = watched.noted
+    (noted,) = [output.notes for output in watched.outputs]
     total_LE = noted["expert_load"].sum(1)
     notes = {"load": (total_LE.max(-1) / total_LE.mean(-1)).mean()}
     if "expert_rounds" in noted:

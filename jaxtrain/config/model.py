@@ -42,6 +42,17 @@ class VisionTraining(Section):
     state. With an adapter they are named in adapter.target."""
 
 
+class MTPTraining(Section):
+    """Section model.mtp: the multi-token prediction head of a model that has one."""
+
+    train: Literal["none", "decoupled", "joint"] = "none"
+    """none: the head's tensors are copied into every export as they are. decoupled: the head
+    trains beside the model, which its loss does not reach. joint: its loss trains the model, too.
+    A folder without a head gets a new one."""
+    weight: float = Field(0.1, gt=0, le=1000)
+    """Factor of its loss."""
+
+
 class ModelConfig(Section):
     """A Hugging Face checkpoint to start from, or an architecture to start at random."""
 
@@ -108,6 +119,8 @@ class ModelConfig(Section):
 
     vision: VisionTraining = VisionTraining()
     """Tower and projector of a model that reads images."""
+    mtp: MTPTraining = MTPTraining()
+    """The head that guesses the token behind the next one."""
     neftune_alpha: float = Field(0.0, ge=0, le=1000)
     """Uniform noise on the embeddings in training, in +-alpha / sqrt(tokens of the text * features)
     (NEFTune: 5 to 15). 0: none."""

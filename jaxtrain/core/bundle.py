@@ -90,6 +90,8 @@ def build_model_bundle(
     if score is not None:
         architecture = name_padding(architecture, tokenizer)
     architecture = architecture.for_rows(config.data.sequence_len)
+    if config.model.mtp.train != "none":
+        architecture = add_head(config, architecture, folder)
     check_fit(config, architecture, tokenizer)
     # Devices are touched as late as possible: the checks above need none.
     mesh = make_mesh(split_devices(reserved, key)[0], **config.parallel.axes())
@@ -109,6 +111,22 @@ def build_model_bundle(
         untrained=find_untrained(config.model, architecture),
         product=make_product(config.model),
     )
+
+
+def add_head(config: Config, architecture: Any, folder: Path | None) -> Any:
+    """Return the architecture with its multi-token prediction head; UserError where none can be
+    trained."""
+    from jaxtrain.huggingface.packed import open_folder
+    from jaxtrain.models.mtp import with_head
+
+    key = f'model.mtp.train "{config.model.mtp.train}"'
+    if config.adapter.kind != "none":
+        raise UserError(
+            f"{key} trains the head in full, and adapter.kind {config.adapter.kind!r} trains an"
+            " adapter alone: remove one of them (a head without training stays as in the folder)"
+        )
+    drawn = folder is None or config.model.init == "random"
+    return with_head(architecture, None if drawn else open_folder(folder).tensors, key)
 
 
 UNTRAINED = {"none": ("vision.",), "projector": ("vision.tower.",), "all": ()}

@@ -383,3 +383,12 @@ def muon_dimensions(path: str, value) -> optax.contrib.MuonDimensionNumbers | No
         return None
     axes = value.ndim
     return optax.contrib.MuonDimensionNumbers((axes - 2,), (axes - 1,))
+
+
+def clip(grads: Params, max_norm: float | None) -> tuple[Params, jax.Array]:
+    """Return gradients with a global norm of at most `max_norm`, None: any, and the norm before."""
+    norm = optax.tree.norm(grads)
+    if max_norm is None:
+        return grads, norm
+    scale = jnp.minimum(1.0, max_norm / jnp.maximum(norm, 1e-12))
+    return jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads), norm

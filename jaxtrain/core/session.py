@@ -133,6 +133,10 @@ class Session:
         """Run one optimizer step on a host batch and return its step.StepOutput, which the devices
         may still be computing."""
         self.wait_for_programs()
+        if self.bundle.architecture.mtp is not None:
+            from jaxtrain.core.losses.mtp import add_weights
+
+            batch = add_weights(batch)
         # The call donates the old state: the arrays of an earlier snapshot are gone. `fine` stays
         # on the device, so a step behind one that was not finite changes nothing although nobody
         # has read that yet.
@@ -180,7 +184,7 @@ class Session:
 
     def batch_shapes(self, length: int) -> Batch:
         """Return the shapes of a microstep [1, B, T], prepared and placed as the step gets it."""
-        mesh = self.bundle.mesh
+        mesh, task = self.bundle.mesh, self.task
         rows = self.config.data.micro_batch_size * row_shards(mesh)
 
         def add_sharding(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
@@ -192,7 +196,11 @@ class Session:
             dtype = jax.dtypes.canonicalize_dtype(x.dtype)
             return jax.ShapeDtypeStruct(x.shape, dtype, sharding=sharding)
 
-        return jax.tree.map(add_sharding, abstract_batch(self.task, (1, rows, length)))
+        batch = abstract_batch(task, (1, rows, length))
+        if self.bundle.architecture.mtp is not None:
+            weights = {**batch.weights, "mtp": next(iter(batch.weights.values()))}
+            batch = batch._replace(weights=weights)
+        return jax.tree.map(add_sharding, batch)
 
     def end_compiling(self) -> None:
         """Wait for the program that compiles ahead, and begin no other."""
@@ -255,6 +263,8 @@ def open_session(config: Config, task: Task, log: Callable[[str], None]) -> Sess
     """
     roles = Roles(task.roles)
     loss, coef = add_balance(task, roles.trained, config.model)
+    if roles.bundle.architecture.mtp is not None:
+        loss, coef = add_head_loss(task, loss, coef, roles.trained, config.model)
     update_biases = make_bias_update(roles, config.model.router_bias_update_rate)
     noise = make_step_noise(roles, config.model.neftune_alpha, config.run.seed)
     rounds = task.data.open(roles.bundle, log)
@@ -357,6 +367,32 @@ def add_balance(task: Task, role: str, model: ModelConfig) -> tuple[Callable, di
         return with_balance(of_trained, balance, loads)(models[role], batch)
 
     return loss, {**task.coef, **balance.coef}
+
+
+def add_head_loss(
+    task: Task, loss: Callable, coef: dict[str, float], role: str, model: ModelConfig
+) -> tuple[Callable, dict[str, float]]:
+    """Return the loss and the coefficients with those of the multi-token prediction head of the
+    trained model. UserError for a task that has no next tokens, and for images."""
+    from jaxtrain.core.losses.mtp import COMPONENT, HeadLoss
+
+    key = f'model.mtp.train "{model.mtp.train}"'
+    if task.sampler is not None:
+        raise UserError(f"{key}: the model of this task predicts no next token; remove it")
+    if task.data.fields.images is not None:
+        raise UserError(
+            f"{key} trains on text alone, and these rows have images; remove it, and the head stays"
+            " as in the folder"
+        )
+    head = HeadLoss(model.mtp.weight, model.mtp.train == "joint", model.logp)
+
+    def with_head(models, batch):
+        def of_trained(model, batch):
+            return loss({**models, role: model}, batch)
+
+        return head.wrap(of_trained)(models[role], batch)
+
+    return with_head, {**coef, COMPONENT: head.weight}
 
 
 def make_bias_update(roles: Roles, rate: float) -> Callable | None:

@@ -21,7 +21,7 @@ import optax
 
 from jaxtrain.batch import Batch
 from jaxtrain.core.losses.balance import LOADS, count_real
-from jaxtrain.core.optimizer import AverageState, gradient_point
+from jaxtrain.core.optimizer import AverageState, clip, gradient_point
 from jaxtrain.distributed.feed import feed, to_host
 from jaxtrain.distributed.sharding import fit
 from jaxtrain.errors import UserError
@@ -73,7 +73,7 @@ class StepOutput(NamedTuple):
     metrics: dict[str, tuple[jax.Array, jax.Array]]
     """(sum, weight) pairs over the whole step; "loss" among them."""
     grad_norm: jax.Array
-    """Global norm before clipping."""
+    """Global norm before clipping, without that of a head that guesses further tokens."""
     micro_loss: tuple[jax.Array, ...]
     """Share of each of A microsteps in the loss: shows which one was not finite."""
     finite: jax.Array
@@ -302,14 +302,15 @@ def make_update(
     have among their metrics."""
 
     def update(state: State, sums: StepSums, fine: jax.Array | bool) -> tuple[State, StepOutput]:
-        grads, metrics = sums.grads, dict(sums.metrics)
-        norm = optax.tree.norm(grads)
+        metrics = dict(sums.metrics)
+        # A head that guesses further tokens must not change how far the model moves.
+        heads = {path: g for path, g in sums.grads.items() if path.startswith("mtp.")}
+        rest = {path: g for path, g in sums.grads.items() if path not in heads}
+        (grads, norm), (heads, head_norm) = (clip(part, max_grad_norm) for part in (rest, heads))
+        grads = {**grads, **heads}
         # The host reads a step after it has dispatched the next one. After a bad step, the next one
         # must change nothing either, or the state before the bad step would be lost: hence `fine`.
-        finite = fine & jnp.isfinite(norm) & sums.finite
-        if max_grad_norm is not None:
-            scale = jnp.minimum(1.0, max_grad_norm / jnp.maximum(norm, 1e-12))
-            grads = jax.tree.map(lambda g: (g * scale).astype(g.dtype), grads)
+        finite = fine & jnp.isfinite(norm) & jnp.isfinite(head_norm) & sums.finite
         # Behind the norm, the last result of the backward pass.
         slots, put_back = fetch_slots(state.opt_state, norm)
         state = state._replace(opt_state=slots)

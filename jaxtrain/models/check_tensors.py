@@ -31,8 +31,8 @@ def check_tensors(
         expected |= entry.op.shapes(shape)
         fixed |= fixed_dtypes(entry)
     tensors = files.tensors
-    tables = [e.op.shapes(s) for e, s in shapes.items() if e.param == "embed.embedding"]
-    table_name = next(iter(tables[0])) if tables else None
+    tables = {e.param: next(iter(e.op.shapes(s))) for e, s in shapes.items()}
+    copies = config.table_copies
     problems = [
         f"missing {name} {shape}" for name, shape in expected.items() if name not in tensors
     ]
@@ -53,12 +53,14 @@ def check_tensors(
                 )
         elif name == TIED_COPY and config.score is not None:
             continue  # the head of the language model that it was
-        elif name == TIED_COPY and config.tie_word_embeddings:
-            if table_name in tensors and not _equal(files, TIED_COPY, table_name):
-                problems.append(
-                    f"{stored.file.name}: {name} differs from the embedding, but config.json says "
-                    "tie_word_embeddings=true"
-                )
+        elif name in copies:
+            table = tables.get(copies[name])
+            if table in tensors and not _equal(files, name, table):
+                reason = "config.json says tie_word_embeddings=true"
+                if name != TIED_COPY:
+                    reason = 'a head is trained only with the same: set model.mtp.train to "none"'
+                kind = "embedding" if copies[name] == "embed.embedding" else "head"
+                problems.append(f"{stored.file.name}: {name} differs from the {kind}, but {reason}")
         elif name.startswith(config.carries):
             continue
         elif complete:

@@ -228,6 +228,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         # (Images, RowNoise or None) -> features [B, F, D] of images, and those for single layers.
         self.vision = None if config.vision is None else config.vision.build(config, options, rngs)
         self.never_drawn = () if self.vision is None else tuple(sorted(config.media_tokens))
+        self.mtp = None if config.mtp is None else config.mtp.build(config, options, rngs)
         if options.exact is not None:
             options.exact.attach(self)
 
@@ -458,8 +459,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
     ) -> tuple[StackOutput, tuple[State, ...]]:
         outputs, states = self.stack(x_BTD, inputs, cache, capture=capture, depth=depth)
 
-        # The scale of logits goes into the hidden states, so that no loss or sampler must know of
-        # it.
+        # The scale goes into the hidden states: no loss or sampler must know of it.
         def finish(norm: RMSNorm, x_BTD: jax.Array) -> jax.Array:
             return scaled(norm(x_BTD), self.logit_scale)
 

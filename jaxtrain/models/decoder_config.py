@@ -8,6 +8,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields, write_fields
+from jaxtrain.huggingface.ops import TIED_COPY
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mlp import ACTIVATIONS
 from jaxtrain.layers.norm import RMSNorm
@@ -78,6 +79,9 @@ class DecoderConfig:
     """Score head in place of the language model head; None: a language model."""
     vision: Any = None
     """models.vision.VisionConfig of the tower for images; None: text alone."""
+    mtp: Any = None
+    """models.mtp_form.MTPHead of the multi-token prediction head that is a part of the model; None:
+    without one, even if the folder has one."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
@@ -245,6 +249,33 @@ class DecoderConfig:
     def logit_softcap(self) -> float | None:
         """Soft cap c of logits, c tanh(logits / c); None: no cap."""
         return None
+
+    @property
+    def table_copies(self) -> dict[str, str]:
+        """{tensor: the parameter of which folders may have a copy under this name}."""
+        tied = self.score is None and self.tie_word_embeddings
+        copies = {TIED_COPY: "embed.embedding"} if tied else {}
+        return copies if self.mtp is None else {**copies, **dict(self.mtp.copies)}
+
+    @property
+    def mtp_form(self) -> Any:
+        """models.mtp_form.MTPForm of the family's multi-token prediction heads; None: it has none
+        that is computed here."""
+        return None
+
+    @property
+    def num_predicted(self) -> int | None:
+        """Number of such heads by config.json; None: it names none."""
+        return None
+
+    def inner_config(self, tensors: Collection[str]) -> Self:
+        """Return the config of a model whose layers are the blocks of such a head. tensors: names
+        of the folder's."""
+        return dataclasses.replace(self, num_hidden_layers=1)
+
+    def count_heads(self) -> dict[str, Any]:
+        """Return the fields that say in config.json that there is one head."""
+        return {}
 
     @property
     def experts_per_token(self) -> tuple[int, int] | None:

@@ -14,12 +14,17 @@ from jaxtrain.models.latent import (
     latent_names,
     make_latent_block,
 )
+from jaxtrain.models.mtp_form import MTPForm, layer_form
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(PairedLatentConfig, LatentConfig):
     architecture: ClassVar[str] = "DeepseekV3ForCausalLM"
     model_type: ClassVar[str] = "deepseek_v3"
+
+    @property
+    def mtp_form(self) -> MTPForm:
+        return layer_form(self.num_hidden_layers)
 
 
 class Model(Decoder):

@@ -1,7 +1,7 @@
 """The config.json attributes shared by families with a mixture of experts."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
@@ -150,18 +150,28 @@ class GroupedExpertsConfig(ExpertsConfig):
     """How many of the first layers are dense."""
     num_nextn_predict_layers: int | None = None
     """Layers that predict tokens further ahead (arXiv:2412.19437, section 2.2), behind the others
-    in a folder; they are carried along."""
+    in a folder; they are carried along unless they are trained."""
 
     @property
     def carries(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        first = self.num_hidden_layers
-        return tuple(
-            f"model.layers.{first + n}." for n in range(self.num_nextn_predict_layers or 0)
-        )
+        first, count = self.num_hidden_layers, self.num_nextn_predict_layers or 0
+        return () if self.mtp else tuple(f"model.layers.{first + n}." for n in range(count))
 
     @property
     def goes_stale(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         return self.carries
+
+    @property
+    def num_predicted(self) -> int | None:
+        return self.num_nextn_predict_layers
+
+    def inner_config(self, tensors: Collection[str]) -> Self:
+        """The layer has experts, as those before it have."""
+        counts = dict.fromkeys(("first_k_dense_replace", "num_nextn_predict_layers"), 0)
+        return dataclasses.replace(self, num_hidden_layers=1, **counts)
+
+    def count_heads(self) -> dict[str, Any]:
+        return {"num_nextn_predict_layers": 1}
 
     def layers(self) -> tuple[LayerSpec, ...]:
         dense, count = self.first_k_dense_replace or 0, self.num_hidden_layers

@@ -10,6 +10,7 @@ from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models.blocks import attention_block, dense_mlp, grouped_experts_mlp
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.experts import GroupedExpertsConfig
+from jaxtrain.models.mtp_form import MTPForm, layer_form
 from jaxtrain.models.naming import attention_names, grouped_expert_names, mlp_names, outer_names
 
 
@@ -23,6 +24,10 @@ class Config(GroupedExpertsConfig):
     """On queries, keys and values."""
     use_qk_norm: bool = False
     """A norm over each head's queries and keys."""
+
+    @property
+    def mtp_form(self) -> MTPForm:
+        return layer_form(self.num_hidden_layers)
 
 
 class Model(Decoder):

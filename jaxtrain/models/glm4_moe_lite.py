@@ -14,12 +14,17 @@ from jaxtrain.models.latent import (
     latent_names,
     make_latent_block,
 )
+from jaxtrain.models.mtp_form import MTPForm, layer_form
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(ListedLatentConfig, PairedLatentConfig):
     architecture: ClassVar[str] = "Glm4MoeLiteForCausalLM"
     model_type: ClassVar[str] = "glm4_moe_lite"
+
+    @property
+    def mtp_form(self) -> MTPForm:
+        return layer_form(self.num_hidden_layers)
 
     def check(self) -> None:
         super().check()

@@ -1,12 +1,13 @@
 """Shared parts of the hybrid Qwen families: linear attention (layers.gated_delta) with gated full
 attention in every fourth layer, their config.json, their tensor names.
 
-The heads that predict further tokens (`mtp.`) are carried along.
+The heads that predict further tokens (`mtp.`) are carried along unless they are trained.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from flax import nnx
 
@@ -18,6 +19,7 @@ from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from jaxtrain.models.blocks import MakeMLP, attention_block, block_of
 from jaxtrain.models.decoder import DecoderOptions
+from jaxtrain.models.mtp_form import QWEN, MTPForm
 from jaxtrain.models.multimodal import TextConfig
 from jaxtrain.models.naming import layer_entry, linear_entries, norm_names
 from jaxtrain.models.windows import name_layers
@@ -33,8 +35,6 @@ class HybridConfig(TextConfig):
     rope_keys: ClassVar[tuple[str, ...]] = (
         *("partial_rotary_factor", "mrope_section", "mrope_interleaved"),
     )
-    carries: ClassVar[tuple[str, ...]] = ("mtp.",)
-    goes_stale: ClassVar[tuple[str, ...]] = ("mtp.",)
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "attn_output_gate": (True,),
         "mamba_ssm_dtype": ("float32",),
@@ -51,6 +51,35 @@ class HybridConfig(TextConfig):
     linear_key_head_dim: int
     linear_value_head_dim: int
     linear_conv_kernel_dim: int
+
+    @property
+    def carries(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (QWEN.root,) if self.mtp is None else ()
+
+    @property
+    def goes_stale(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return (QWEN.root,) if self.mtp is None else ()
+
+    @property
+    def mtp_form(self) -> MTPForm:
+        return QWEN
+
+    @property
+    def num_predicted(self) -> int | None:
+        counts = dict(self.fixed_attributes) | dict(self.unread_attributes)
+        stated = counts.get(QWEN.count_key) or counts.get("num_nextn_predict_layers")
+        return None if stated is None else json.loads(stated)
+
+    def inner_config(self, tensors: Collection[str]) -> Self:
+        return dataclasses.replace(
+            self, num_hidden_layers=1, layer_types=(FULL,), vision=None, prefix="model."
+        )
+
+    def count_heads(self) -> dict[str, Any]:
+        if self.num_predicted or QWEN.count_key not in self.fixed:
+            return {}
+        stated = {**dict(self.fixed_attributes), QWEN.count_key: "1"}
+        return {"fixed_attributes": tuple(sorted(stated.items()))}
 
     @classmethod
     def read_text(cls, text: dict[str, Any]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.moe import MoE, MoEOptions
 from jaxtrain.layers.router import Router, RoutingOptions
 from jaxtrain.models.hybrid import HybridConfig
+from jaxtrain.models.mtp_form import QWEN
 from jaxtrain.models.naming import (
     expert_names,
     fused_expert_names,
@@ -36,8 +37,11 @@ class HybridExpertsConfig(HybridConfig):
 
     def fit(self, tensors: Collection[str]) -> Self:
         """Experts are stored in two ways, which the folder tells."""
-        fused = any(name.endswith(".mlp.experts.gate_up_proj") for name in tensors)
-        return dataclasses.replace(super().fit(tensors), fused_experts=fused)
+        return dataclasses.replace(super().fit(tensors), fused_experts=_are_fused(tensors, "model."))
+
+    def inner_config(self, tensors: Collection[str]) -> Self:
+        inner, fused = super().inner_config(tensors), _are_fused(tensors, QWEN.root)
+        return dataclasses.replace(inner, fused_experts=fused)
 
     def check(self) -> None:
         super().check()
@@ -50,6 +54,12 @@ class HybridExpertsConfig(HybridConfig):
     @property
     def experts_per_token(self) -> tuple[int, int]:
         return self.num_experts_per_tok, self.num_experts
+
+
+def _are_fused(tensors: Collection[str], root: str) -> bool:
+    """Return True if one of the tensors behind `root` holds all experts of a layer."""
+    ending = ".mlp.experts.gate_up_proj"
+    return any(name.startswith(root) and name.endswith(ending) for name in tensors)
 
 
 def shared_experts_mlp(config: HybridExpertsConfig, init: LayerInit, *, normalize: bool) -> MoE:

@@ -1,13 +1,13 @@
 """Shared parts of the families with latent attention (layers.mla): sizes, block, tensor names.
 
 Experts are routed as in DeepSeek-V3 unless a family overrides it. The layers behind the last
-one that predict further tokens (`num_nextn_predict_layers`) are not part of the model; every export
-copies them byte by byte.
+one that predict further tokens (`num_nextn_predict_layers`) are not part of the model unless they
+are trained; every export copies them byte by byte.
 """
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -148,6 +148,9 @@ class ListedLatentConfig(LatentConfig):
     first_k_dense_replace: int | None = None
     """Says nothing beside mlp_layer_types."""
     mlp_layer_types: tuple[str, ...]
+
+    def inner_config(self, tensors: Collection[str]) -> Self:
+        return dataclasses.replace(super().inner_config(tensors), mlp_layer_types=("sparse",))
 
     def layers(self) -> tuple[LayerSpec, ...]:
         return list_experts((LayerSpec(),) * self.num_hidden_layers, self.mlp_layer_types)

@@ -120,7 +120,11 @@ def stored_entries(config: DecoderConfig) -> dict[str, ParameterEntry]:
 
 def _is_drawn(entry: ParameterEntry, config: DecoderConfig) -> bool:
     """Return True for a parameter that the folder of the config does not have."""
-    return config.score is not None and config.score.drawn and entry.param.startswith("score.")
+    drawn = {"score.": config.score, "mtp.": config.mtp}
+    return any(
+        head is not None and head.drawn and entry.param.startswith(path)
+        for path, head in drawn.items()
+    )
 
 
 def check_folder(folder: str | os.PathLike, config: DecoderConfig) -> None:
@@ -141,7 +145,8 @@ def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
     """
     dtypes = {name: str(stored.dtype) for name, stored in open_folder(folder).tensors.items()}
     common = collections.Counter(dtypes.values()).most_common(1)[0][0]
-    exceptions = {name: d for name, d in dtypes.items() if d != common or name == TIED_COPY}
+    copies = {TIED_COPY, *getattr(getattr(model, "mtp", None), "copies", ())}
+    exceptions = {name: d for name, d in dtypes.items() if d != common or name in copies}
     model.stored = (("", common), *sorted(exceptions.items()))
     if any(name.startswith(model.carries) for name in dtypes):
         model.carried_from = os.path.abspath(folder)

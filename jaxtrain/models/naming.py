@@ -69,7 +69,16 @@ def outer_names(config: DecoderConfig, norm: str = "norm") -> list[ParameterEntr
     entries += [ParameterEntry(path, TensorRef(path)) for path in score_paths(config)]
     if config.score is None and not config.tie_word_embeddings:
         entries.append(ParameterEntry("lm_head.embedding", TensorRef(TIED_COPY)))
-    return entries
+    return entries + predictor_names(config)
+
+
+def predictor_names(config: DecoderConfig) -> list[ParameterEntry]:
+    """Every parameter of the multi-token prediction head, if the model has one."""
+    if config.mtp is None:
+        return []
+    from jaxtrain.models.mtp import head_names  # few runs train one
+
+    return head_names(config)
 
 
 def with_prefix(entries: list[ParameterEntry], prefix: str) -> list[ParameterEntry]:

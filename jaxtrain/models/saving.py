@@ -16,7 +16,6 @@ from jaxtrain.distributed.feed import to_host
 from jaxtrain.distributed.mesh import is_main_process, sync_processes
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import (
-    TIED_COPY,
     ParameterEntry,
     SplitPiece,
     TensorRef,
@@ -56,8 +55,11 @@ def save(
     stored = dict(model.stored)
     entries, flat = family(config).names(config), nnx.to_flat_state(nnx.state(model))
     params = {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
-    if config.score is None and config.tie_word_embeddings and TIED_COPY in stored:
-        entries = [*entries, ParameterEntry("embed.embedding", TensorRef(TIED_COPY))]
+    entries = entries + [
+        ParameterEntry(param, TensorRef(name))
+        for name, param in config.table_copies.items()
+        if name in stored
+    ]
     plan, wide = {}, wide_tensors(config) if dtype else ()
     for entry in entries:
         param_dtype, fixed = params[entry.param].dtype, fixed_dtypes(entry)

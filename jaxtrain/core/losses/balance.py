@@ -42,17 +42,17 @@ class Balance(NamedTuple):
         return {name: value for name, value in named.items() if value > 0}
 
 
-class NoteCollector:
-    """Wraps a model and collects the notes of its blocks whenever a loss asks for hidden states."""
+class OutputCollector:
+    """Wraps a model and collects its outputs whenever a loss asks for hidden states."""
 
     def __init__(self, model: Any):
         self.model = model
-        self.noted: list[dict[str, Any]] = []
+        self.outputs: list[Any] = []
 
     def hidden(self, *args, **options):
-        """Call the model's `hidden` and collect its notes."""
+        """Call the model's `hidden` and collect the StackOutput."""
         output = self.model.hidden(*args, **options)
-        self.noted.append(output.notes)
+        self.outputs.append(output)
         return output
 
     def __getattr__(self, name: str):
@@ -70,10 +70,10 @@ def with_balance(loss: Callable, balance: Balance, loads: bool = False) -> Calla
     def balanced(model, batch: Batch, *rest):
         if model.experts_per_token is None:
             return loss(model, batch, *rest)
-        watched = NoteCollector(model)
+        watched = OutputCollector(model)
         sums, metrics = loss(watched, batch, *rest)
         top, _ = model.experts_per_token
-        for noted in watched.noted:
+        for noted in (output.notes for output in watched.outputs):
             router_sums, router_metrics = measure_balance(noted, top, balance.scope)
             metrics = {**router_metrics, **metrics}
             sums = {**sums, **{n: sums.get(n, 0.0) + router_sums[n] for n in balance.coef}}

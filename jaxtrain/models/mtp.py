@@ -1,0 +1,164 @@
+"""Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): a head that guesses the token
+behind the next one.
+
+    final state of a token, norm ────┐
+                                     ├─ fc ──> block ──> norm, the model's head ──> guess
+    embedding of the next token, norm┘
+
+Pair c is made of the state of the token before c and the embedding of token c; it has the position
+of the state, and its guess is what follows token c. In a packed row pair c stands in the place of
+token c, and its state is that of `prev[c]`: so each child of a node has a pair of its own, and
+branches and documents are exactly what they would be alone.
+
+Shapes: B rows, T tokens, D features.
+"""
+
+import dataclasses
+import sys
+from collections.abc import Collection
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtrain_kernels import Context
+
+from jaxtrain.batch import Batch
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.ops import ParameterEntry, TensorRef, Transpose
+from jaxtrain.layers.linear import Linear
+from jaxtrain.layers.rope import angles
+from jaxtrain.layers.stack import DecodingStates, Stack, StackInputs
+from jaxtrain.models.decoder import DecoderOptions, EmbeddingAndHead
+from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.mtp_form import MTPHead
+from jaxtrain.models.naming import rename_tensors
+
+PATH = "mtp."
+"""Beginning of the paths of a head's parameters."""
+
+
+class PredictionHead(nnx.Module):
+    """The head of a Decoder, whose embedding and output projection it borrows."""
+
+    def __init__(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs):
+        head, init = config.mtp, options.layer_init(config, rngs)
+        width, inner = config.hidden_size, head.inner
+
+        def norm() -> Any:
+            return config.norm(width, eps=config.rms_norm_eps, param_dtype=init.param_dtype)
+
+        self.embed_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
+        self.fc = Linear(2 * width, width, axes=("embed", None), init=init)
+        # No family's blocks depend on the model that they are in.
+        make_block = _module_of(inner).Model.make_block
+        self.stack = Stack(
+            inner.layers(),
+            lambda kind, rngs: make_block(cast(Any, None), kind, inner, options, rngs),
+            remat=options.remat,
+            scan=False,
+            rngs=rngs,
+        )
+        self.encodings = tuple(
+            (name, tuple(frequency.tolist()), factor)
+            for name, (frequency, factor) in inner.encodings().items()
+        )
+        self.copies = tuple(name for name, _ in head.copies)
+        self.hidden_first, self.feeds_normed = head.form.hidden_first, head.form.feeds_normed
+
+    @property
+    def compute_dtype(self) -> Any:
+        """Dtype of activations and matmuls."""
+        return self.fc.dtype
+
+    def __call__(
+        self,
+        hidden_BTD: jax.Array,
+        embedded_BTD: jax.Array,
+        context: Context,
+        cache: DecodingStates | None = None,
+    ) -> tuple[jax.Array, jax.Array, tuple[Any, ...]]:
+        """Return (final-normed states [B, T, D] of pairs, states that a further pair reads, states
+        of the layers after them; none without a cache). context: of the pairs."""
+        pair = [self.embed_norm(embedded_BTD), self.hidden_norm(hidden_BTD)]
+        x_BTD = self.fc(jnp.concatenate(pair[::-1] if self.hidden_first else pair, axis=-1))
+        assert context.positions is not None
+        cos_sin = {
+            name: angles(context.positions, jnp.asarray(frequency), factor, self.compute_dtype)
+            for name, frequency, factor in self.encodings
+        }
+        outputs, states = self.stack(x_BTD, StackInputs(context, cos_sin), cache)
+        normed_BTD = self.norm(outputs.hidden)
+        return normed_BTD, normed_BTD if self.feeds_normed else outputs.hidden, states
+
+    def read_rows(
+        self, model: EmbeddingAndHead, hidden_BTD: jax.Array, batch: Batch
+    ) -> jax.Array:
+        """Return the final-normed states [B, T, D] of the pairs of packed rows, of the model's
+        hidden states of a batch [B, T]; a root has none, and what stands in its place means
+        nothing."""
+        before_BT = jnp.maximum(batch.prev, 0)
+        state_BTD = jnp.take_along_axis(hidden_BTD, before_BT[:, :, None], axis=1)
+        until_BT = jnp.where(batch.prev >= 0, batch.until, 0)  # nobody sees a root
+        positions_BT = jnp.maximum(batch.positions - 1, 0)
+        context = Context(until_BT, None, positions_BT, positions_BT, batch.prev)
+        return self(state_BTD, model.embed(batch.tokens), context)[0]
+
+
+def _module_of(config: DecoderConfig) -> Any:
+    """Return the family module of a config."""
+    return sys.modules[type(config).__module__]
+
+
+def head_names(config: DecoderConfig) -> list[ParameterEntry]:
+    """List every parameter of the head of a config and its tensors."""
+    head: MTPHead = config.mtp
+    form = head.form
+
+    def rename(name: str) -> str:
+        _, _, number, rest = name.split(".", 3)
+        return form.block.format(n=number) + rest
+
+    inner = [e for e in _module_of(head.inner).names(head.inner) if e.param.startswith("stack.")]
+    entries = [e._replace(param=PATH + e.param) for e in rename_tensors(inner, rename)]
+    norms = {"embed_norm": form.embed_norm, "hidden_norm": form.hidden_norm, "norm": form.norm}
+    for path, name in norms.items():
+        entries.append(
+            ParameterEntry(f"{PATH}{path}.scale", TensorRef(f"{form.root}{name}.weight"))
+        )
+    kernel = Transpose(TensorRef(f"{form.root}{form.fc}.weight"))
+    return [*entries, ParameterEntry(f"{PATH}fc.kernel", kernel)]
+
+
+def with_head(
+    config: DecoderConfig, tensors: Collection[str] | None, key: str = "model.mtp.train"
+) -> DecoderConfig:
+    """Return the config of a model with its multi-token prediction head.
+
+    tensors: names of the folder's; None: all weights are drawn. A folder without a head gets a
+    drawn one. Raises UserError, naming `key`, for a family whose head is not computed here, for
+    several heads, and for a model that scores texts.
+    """
+    form, count = config.mtp_form, config.num_predicted
+    if config.score is not None:
+        raise UserError(f"{key}: a model that scores texts predicts no tokens; remove it")
+    if form is None:
+        raise UserError(
+            f"{key}: {config.architecture} has no multi-token prediction head that is computed here"
+            " (docs/speculative.md lists the families that have one); remove it"
+        )
+    if (count or 0) > 1:
+        raise UserError(
+            f"{key}: config.json says {form.count_key}={count}, and only models with one head are"
+            " supported; remove it, and the heads are copied as they are"
+        )
+    names = frozenset(tensors or ())
+    drawn = tensors is None or not any(name.startswith(form.root) for name in names)
+    table = "embed.embedding"
+    copies = tuple(
+        (form.root + name, table if config.tie_word_embeddings else param)
+        for name, param in form.copies
+        if form.root + name in names
+    )
+    head = MTPHead(form, config.inner_config(names), drawn and tensors is not None, copies)
+    return dataclasses.replace(config, mtp=head, **config.count_heads())

@@ -1,0 +1,79 @@
+"""Forms of multi-token prediction heads: what their tensors are called, and in which they differ."""
+
+import dataclasses
+from typing import Any
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MTPForm:
+    """The published form of a family's head; see models.mtp for what it computes."""
+
+    root: str
+    """Beginning of the names of all its tensors in a folder."""
+    block: str
+    """Beginning of the names of the tensors of its n-th block, with {n}."""
+    fc: str
+    """Name of its projection, as all behind `root`."""
+    embed_norm: str
+    """Name of the norm of embeddings."""
+    hidden_norm: str
+    """Name of the norm of hidden states."""
+    norm: str
+    """Name of the final norm."""
+    hidden_first: bool = False
+    """True if the projection reads the hidden state before the embedding."""
+    feeds_normed: bool = True
+    """True if a further guess reads the final-normed state, False if the state before that norm."""
+    copies: tuple[tuple[str, str], ...] = ()
+    """(name, parameter) of copies of the model's embedding and head that folders may have."""
+    count_key: str = "num_nextn_predict_layers"
+    """Attribute of config.json with the number of heads."""
+
+
+@dataclasses.dataclass(frozen=True)
+class MTPHead:
+    """The head of a config whose model has one; see `models.mtp.with_head`."""
+
+    form: MTPForm
+    inner: Any
+    """DecoderConfig of a model with the head's blocks as its layers."""
+    drawn: bool = False
+    """True if the folder has no head, so that it is initialized at random."""
+    copies: tuple[tuple[str, str], ...] = ()
+    """(tensor, parameter) of the folder's copies of the embedding and the head."""
+
+    def build(self, *arguments: Any) -> Any:
+        """Build the head from the arguments of a Decoder."""
+        from jaxtrain.models.mtp import PredictionHead
+
+        return PredictionHead(*arguments)
+
+
+QWEN = MTPForm(
+    root="mtp.",
+    block="mtp.layers.{n}.",
+    fc="fc",
+    embed_norm="pre_fc_norm_embedding",
+    hidden_norm="pre_fc_norm_hidden",
+    norm="norm",
+    count_key="mtp_num_hidden_layers",
+)
+
+
+def layer_form(first: int) -> MTPForm:
+    """Return DeepSeek-V3's form (arXiv:2412.19437, section 2.2), a layer behind the model's `first`
+    ones."""
+    root = f"model.layers.{first}."
+    return MTPForm(
+        root=root,
+        block=root,
+        fc="eh_proj",
+        embed_norm="enorm",
+        hidden_norm="hnorm",
+        norm="shared_head.norm",
+        feeds_normed=False,
+        copies=(
+            ("embed_tokens.weight", "embed.embedding"),
+            ("shared_head.head.weight", "lm_head.embedding"),
+        ),
+    )

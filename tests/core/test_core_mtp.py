@@ -1,0 +1,125 @@
+"""Multi-token prediction heads in whole runs: SFT and RL from the command line, folders, and what
+is refused."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from toy_run import EVEN_TOKENS, MODEL
+
+from jaxtrain.main import main
+from tests.docs.metric_names import require_rows
+
+QWEN = """
+architectures = ["Qwen3_5ForCausalLM"]
+model_type = "qwen3_5_text"
+layer_types = ["full_attention"]
+linear_num_key_heads = 1
+linear_num_value_heads = 1
+linear_key_head_dim = 8
+linear_value_head_dim = 8
+linear_conv_kernel_dim = 2
+"""
+HEAD = MODEL.replace('architectures = ["Qwen3ForCausalLM"]\nmodel_type = "qwen3"\n', QWEN)
+REWARDS = "task={ kind = 'reward_model' }"
+SFT = """
+[run]
+max_steps = 3
+
+[data]
+sequence_len = 64
+micro_batch_size = 2
+too_long = "truncate"
+
+[[data.datasets]]
+path = "builtin:calculator"
+options = { num_rows = 100 }
+train_on = "all"
+
+[optim]
+gradient_accumulation_steps = 2
+learning_rate = 1e-3
+max_grad_norm = 0.05
+weight_decay = 0.1
+
+[log]
+plot = false
+every = 1
+"""
+
+
+def run(folder, text, *words):
+    path = folder.with_suffix(".toml")
+    path.write_text(text)
+    assert main(["--config", str(path), f"run.output_dir={folder}", *words]) == 0
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [line for line in lines if "loss" in line]
+
+
+def read(folder):
+    return load_file(folder / "model" / "model.safetensors")
+
+
+@pytest.mark.slow
+def test_a_decoupled_head_trains_and_the_model_moves_as_without_it(tmp_path, capsys):
+    """Bit for bit over three clipped steps of two microsteps; a head that trains is not stale, and
+    trains further from the export."""
+    plain = run(tmp_path / "plain", HEAD + SFT)
+    beside = run(tmp_path / "beside", HEAD + SFT, "model.mtp.train=decoupled")
+    require_rows(tmp_path / "beside")
+    before, after = read(tmp_path / "plain"), read(tmp_path / "beside")
+    for name, value in before.items():
+        assert after[name].tobytes() == value.tobytes(), name
+    heads = after.keys() - before.keys()
+    assert len(heads) == 15 and all(name.startswith("mtp.") for name in heads)
+    assert [line["grad_norm"] for line in plain] == [line["grad_norm"] for line in beside]
+    losses = [line["mtp/nll"] for line in beside]
+    assert losses[2] < losses[0]
+    for line, other in zip(plain, beside, strict=True):
+        np.testing.assert_allclose(other["loss"], line["loss"] + 0.1 * other["mtp/nll"], rtol=1e-5)
+    capsys.readouterr()
+    folder = tmp_path / "beside" / "model"
+    assert json.loads((folder / "config.json").read_text())["mtp_num_hidden_layers"] == 1
+    words = [f"model.path={folder}", "run.max_steps=1"]
+    start = SFT.replace("[run]", '[model]\ncompute_dtype = "float32"\n\n[run]')
+    (first,) = run(tmp_path / "further", start, *words, "model.mtp.train=joint")
+    assert first["mtp/nll"] < losses[0]
+    assert "guess from hidden states" not in capsys.readouterr().out
+    run(tmp_path / "stale", start, *words)
+    assert "15 tensors (mtp.*) guess from hidden states" in capsys.readouterr().out
+    stale = read(tmp_path / "stale")
+    assert all(stale[name].tobytes() == after[name].tobytes() for name in heads)
+
+
+@pytest.mark.slow
+def test_a_head_trains_beside_rl(tmp_path):
+    task = '[task]\nkind = "rl"\n[rollout]\nprompts_per_step = 2\ngroup_size = 4\n'
+    data = SFT.replace("max_steps = 3", "max_steps = 2").replace('too_long = "truncate"', "")
+    data = data.replace('train_on = "all"', "").replace("gradient_accumulation_steps = 2", "")
+    for mode in ("none", "decoupled"):
+        run(tmp_path / mode, HEAD + data + task + EVEN_TOKENS, f"model.mtp.train={mode}")
+    require_rows(tmp_path / "decoupled")
+    before, after = read(tmp_path / "none"), read(tmp_path / "decoupled")
+    for name, value in before.items():  # XLA fuses this loss otherwise where a head is beside it
+        np.testing.assert_allclose(after[name], value, rtol=0, atol=1e-6, err_msg=name)
+    assert after.keys() - before.keys()
+
+
+@pytest.mark.parametrize(
+    "model, words, message",
+    [
+        (MODEL, [], "Qwen3ForCausalLM has no multi-token prediction head"),
+        (HEAD, ["adapter.kind=lora"], "trains the head in full, and adapter.kind 'lora'"),
+        (HEAD, [REWARDS, "data.too_long=drop"], "a model that scores texts predicts no tokens"),
+        (HEAD, ["task={ kind = 'diffusion' }"], "predicts no next token"),
+    ],
+)
+def test_a_head_that_cannot_train_is_refused(model, words, message, tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text(model + SFT)
+    words = ["model.mtp.train=joint", f"run.output_dir={tmp_path / 'run'}", *words]
+    assert main(["--config", str(path), *words]) != 0
+    error = capsys.readouterr().err
+    assert message in " ".join(error.split()), error
+    assert 'model.mtp.train "joint"' in error
