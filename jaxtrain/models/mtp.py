@@ -25,17 +25,31 @@ from jaxtrain_kernels import Context
 
 from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry, TensorRef, Transpose
 from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.rope import angles
 from jaxtrain.layers.stack import DecodingStates, Stack, StackInputs
 from jaxtrain.models.decoder import DecoderOptions, EmbeddingAndHead
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.mtp_form import MTPHead
-from jaxtrain.models.naming import rename_tensors
+from jaxtrain.models.mtp_form import MTPForm
 
-PATH = "mtp."
-"""Beginning of the paths of a head's parameters."""
+
+@dataclasses.dataclass(frozen=True)
+class MTPHead:
+    """The head of a config whose model has one; see `with_head`."""
+
+    form: MTPForm
+    inner: Any
+    """DecoderConfig of a model with the head's blocks as its layers."""
+    drawn: bool = False
+    """True if the folder has no head, so that it is initialized at random."""
+    copies: tuple[tuple[str, str], ...] = ()
+    """(tensor, parameter) of the folder's copies of the embedding and the head."""
+
+    def build(
+        self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs
+    ) -> "PredictionHead":
+        """Build the head of a Decoder."""
+        return PredictionHead(config, options, rngs)
 
 
 class PredictionHead(nnx.Module):
@@ -108,26 +122,6 @@ class PredictionHead(nnx.Module):
 def _module_of(config: DecoderConfig) -> Any:
     """Return the family module of a config."""
     return sys.modules[type(config).__module__]
-
-
-def head_names(config: DecoderConfig) -> list[ParameterEntry]:
-    """List every parameter of the head of a config and its tensors."""
-    head: MTPHead = config.mtp
-    form = head.form
-
-    def rename(name: str) -> str:
-        _, _, number, rest = name.split(".", 3)
-        return form.block.format(n=number) + rest
-
-    inner = [e for e in _module_of(head.inner).names(head.inner) if e.param.startswith("stack.")]
-    entries = [e._replace(param=PATH + e.param) for e in rename_tensors(inner, rename)]
-    norms = {"embed_norm": form.embed_norm, "hidden_norm": form.hidden_norm, "norm": form.norm}
-    for path, name in norms.items():
-        entries.append(
-            ParameterEntry(f"{PATH}{path}.scale", TensorRef(f"{form.root}{name}.weight"))
-        )
-    kernel = Transpose(TensorRef(f"{form.root}{form.fc}.weight"))
-    return [*entries, ParameterEntry(f"{PATH}fc.kernel", kernel)]
 
 
 def with_head(

@@ -1,7 +1,6 @@
 """Forms of multi-token prediction heads: what their tensors are called, and in which they differ."""
 
 import dataclasses
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,25 +27,6 @@ class MTPForm:
     """(name, parameter) of copies of the model's embedding and head that folders may have."""
     count_key: str = "num_nextn_predict_layers"
     """Attribute of config.json with the number of heads."""
-
-
-@dataclasses.dataclass(frozen=True)
-class MTPHead:
-    """The head of a config whose model has one; see `models.mtp.with_head`."""
-
-    form: MTPForm
-    inner: Any
-    """DecoderConfig of a model with the head's blocks as its layers."""
-    drawn: bool = False
-    """True if the folder has no head, so that it is initialized at random."""
-    copies: tuple[tuple[str, str], ...] = ()
-    """(tensor, parameter) of the folder's copies of the embedding and the head."""
-
-    def build(self, *arguments: Any) -> Any:
-        """Build the head from the arguments of a Decoder."""
-        from jaxtrain.models.mtp import PredictionHead
-
-        return PredictionHead(*arguments)
 
 
 QWEN = MTPForm(

@@ -1,6 +1,7 @@
 """The tensor names that Hugging Face's decoders share."""
 
 import dataclasses
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -73,12 +74,23 @@ def outer_names(config: DecoderConfig, norm: str = "norm") -> list[ParameterEntr
 
 
 def predictor_names(config: DecoderConfig) -> list[ParameterEntry]:
-    """Every parameter of the multi-token prediction head, if the model has one."""
+    """Every parameter of the multi-token prediction head (models.mtp), if the model has one."""
     if config.mtp is None:
         return []
-    from jaxtrain.models.mtp import head_names  # few runs train one
+    form, inner = config.mtp.form, config.mtp.inner
 
-    return head_names(config)
+    def rename(name: str) -> str:
+        _, _, number, rest = name.split(".", 3)
+        return form.block.format(n=number) + rest
+
+    blocks = sys.modules[type(inner).__module__].names(inner)
+    blocks = [entry for entry in blocks if entry.param.startswith("stack.")]
+    entries = [e._replace(param=f"mtp.{e.param}") for e in rename_tensors(blocks, rename)]
+    norms = {"embed_norm": form.embed_norm, "hidden_norm": form.hidden_norm, "norm": form.norm}
+    for path, name in norms.items():
+        entries.append(ParameterEntry(f"mtp.{path}.scale", TensorRef(f"{form.root}{name}.weight")))
+    kernel = Transpose(TensorRef(f"{form.root}{form.fc}.weight"))
+    return [*entries, ParameterEntry("mtp.fc.kernel", kernel)]
 
 
 def with_prefix(entries: list[ParameterEntry], prefix: str) -> list[ParameterEntry]:
