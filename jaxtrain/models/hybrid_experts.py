@@ -37,7 +37,9 @@ class HybridExpertsConfig(HybridConfig):
 
     def fit(self, tensors: Collection[str]) -> Self:
         """Experts are stored in two ways, which the folder tells."""
-        return dataclasses.replace(super().fit(tensors), fused_experts=_are_fused(tensors, "model."))
+        return dataclasses.replace(
+            super().fit(tensors), fused_experts=_are_fused(tensors, "model.")
+        )
 
     def inner_config(self, tensors: Collection[str]) -> Self:
         inner, fused = super().inner_config(tensors), _are_fused(tensors, QWEN.root)

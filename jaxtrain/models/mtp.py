@@ -105,9 +105,7 @@ class PredictionHead(nnx.Module):
         normed_BTD = self.norm(outputs.hidden)
         return normed_BTD, normed_BTD if self.feeds_normed else outputs.hidden, states
 
-    def read_rows(
-        self, model: EmbeddingAndHead, hidden_BTD: jax.Array, batch: Batch
-    ) -> jax.Array:
+    def read_rows(self, model: EmbeddingAndHead, hidden_BTD: jax.Array, batch: Batch) -> jax.Array:
         """Return the final-normed states [B, T, D] of the pairs of packed rows, of the model's
         hidden states of a batch [B, T]; a root has none, and what stands in its place means
         nothing."""

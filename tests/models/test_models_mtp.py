@@ -222,7 +222,9 @@ def build_without(config, model):
     plain = build.abstract(dataclasses.replace(config, mtp=None))
     graph, state = nnx.split(plain)
     values = dict(nnx.to_flat_state(nnx.state(model)))
-    flat = [(path, leaf.replace(values[path].get_value())) for path, leaf in nnx.to_flat_state(state)]
+    flat = [
+        (path, leaf.replace(values[path].get_value())) for path, leaf in nnx.to_flat_state(state)
+    ]
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
