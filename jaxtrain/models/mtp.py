@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): a head that guesses the token
+"""Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): a head guesses the token
 behind the next one.
 
     final state of a token, norm ────┐

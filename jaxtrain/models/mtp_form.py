@@ -1,4 +1,4 @@
-"""Forms of multi-token prediction heads: what their tensors are called, and in which they differ."""
+"""Forms of multi-token prediction heads: names of their tensors, and in what they differ."""
 
 import dataclasses
 
