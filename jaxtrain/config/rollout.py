@@ -31,7 +31,8 @@ class RolloutConfig(Section):
     themselves are section sampling."""
 
     engine: str = "local"
-    """local: the trainer's own weights and devices. vllm: servers over HTTP. Or an own kind of
+    """local: the trainer's own weights and devices. vllm: servers over HTTP. sglang: servers of
+    SGLang, which section rollout.vllm lists; they read new weights from disk. Or an own kind of
     engine: an entry point of the group jaxtrain.engines, "package.module:Class" or
     "file.py:Class"."""
     options: dict[str, Any] = {}
@@ -128,6 +129,29 @@ class RolloutConfig(Section):
     """The cluster; only with service ray."""
 
 
+SGLANG_KEYS = {
+    *("servers", "discover", "adapter_dir", "keep_adapters", "weight_dtype", "concurrency"),
+    *("request_seconds", "retries", "health_seconds", "wait_seconds", "drain_seconds"),
+    *("progress_seconds", "sync_seconds", "generation_kwargs"),
+}
+"""Keys of section rollout.vllm that engine sglang reads."""
+
+
+def find_sglang_conflicts(rollout: RolloutConfig) -> Iterator[str]:
+    """Yield one sentence for each impossible combination, of a run that samples with SGLang."""
+    if not rollout.vllm.servers and not rollout.vllm.discover:
+        yield (
+            'rollout.engine sglang needs rollout.vllm.servers, such as ["http://127.0.0.1:30000"]:'
+            " start one with python -m sglang.launch_server"
+        )
+    if rollout.vllm.discover and not rollout.vllm.discover.startswith(("file:", "dns:")):
+        yield "rollout.vllm.discover: engine sglang reads file:///PATH and dns://NAME:PORT alone"
+    for key in rollout.vllm.model_dump(exclude_defaults=True).keys() - SGLANG_KEYS:
+        yield f"rollout.vllm.{key} is for vLLM's servers; remove it with rollout.engine sglang"
+    if rollout.router_replay:
+        yield "rollout.router_replay is for engines local and vllm; remove it"
+
+
 def find_drawing_conflicts(config: Any) -> Iterator[str]:
     """Yield one sentence for each impossible combination of whatever trains on drawn answers."""
     kind, rollout, sampling = config.task.kind, config.rollout, config.sampling
@@ -177,6 +201,8 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
         if rollout.vllm.eval_servers and not config.eval.sets:
             yield "rollout.vllm.eval_servers has no effect without [[eval.sets]]; remove it"
         yield from find_launch_conflicts(config)
+    if rollout.engine == "sglang":
+        yield from find_sglang_conflicts(rollout)
     if rollout.engine != "local" and rollout.local.model_dump(exclude_defaults=True):
         vllm_hint = "; vLLM takes --quantization and --kv-cache-dtype when it starts"
         yield (

@@ -16,8 +16,8 @@ EVERYWHERE = ("", "0.0.0.0", "::")
 
 
 class VllmConfig(Section):
-    """vLLM servers; only rollout.engine vllm reads it. Start one with python -m
-    jaxtrain_vllm.serve, or let launch do so."""
+    """vLLM servers, for rollout.engine vllm. Start one with python -m jaxtrain_vllm.serve, or let
+    launch do so. Engine sglang reads those keys that mean the same for its servers."""
 
     launch: Annotated[Literal["none", "local", "ray"], RESUMABLE] = "none"
     """none: they run already. local: jaxtrain starts them on this machine, starts again one that

@@ -7,6 +7,7 @@ from jaxtrain.generation.engine import EngineKind, Sampling
 
 ENGINES = {
     "local": "jaxtrain.generation.local.factory:LocalKind",
+    "sglang": "jaxtrain.generation.sglang.factory:SglangKind",
     "vllm": "jaxtrain.generation.vllm.factory:VllmKind",
 }
 

@@ -83,21 +83,28 @@ def save(
         )
         pieces = watch_rounding(pieces, plan, base, loss)
         write_folder(folder, dict(sorted(plan.items())), itertools.chain(pieces, copied))
-        raw = config.to_hf()
-        common = collections.Counter(str(d) for _, d in plan.values()).most_common(1)[0][0]
-        raw["torch_dtype"] = common
-        if "dtype" in raw:
-            raw["dtype"] = common
-        for place in raw.get("auto_map", {}).values():
-            source = REMOTE_CODE / f"{place.partition('.')[0]}.py.txt"
-            (Path(folder) / source.stem).write_text(source.read_text())
-        unfinished = Path(folder) / ".config.json.unfinished"
-        unfinished.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
-        os.replace(unfinished, Path(folder) / "config.json")
+        write_config(config, plan, Path(folder))
     else:
         collections.deque(pieces, maxlen=0)  # takes part in the gathers
     sync_processes("save")
     return loss
+
+
+def write_config(
+    config: DecoderConfig, plan: Mapping[str, tuple[tuple[int, ...], np.dtype]], folder: Path
+) -> None:
+    """Write config.json, with the modules that it names. plan: (shape, dtype) of each tensor."""
+    raw = config.to_hf()
+    common = collections.Counter(str(d) for _, d in plan.values()).most_common(1)[0][0]
+    raw["torch_dtype"] = common
+    if "dtype" in raw:
+        raw["dtype"] = common
+    for place in raw.get("auto_map", {}).values():
+        source = REMOTE_CODE / f"{place.partition('.')[0]}.py.txt"
+        (folder / source.stem).write_text(source.read_text())
+    unfinished = folder / ".config.json.unfinished"
+    unfinished.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
+    os.replace(unfinished, folder / "config.json")
 
 
 def watch_rounding(

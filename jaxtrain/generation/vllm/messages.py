@@ -1,7 +1,8 @@
-"""Requests for tokens and their answers: two public routes of vLLM, one validated result.
+"""Requests for tokens and their answers: public routes of vLLM and SGLang, one validated result.
 
 `/inference/v1/generate` (servers started with --enable-scale-out) reports which weights drew each
-token. `/v1/completions` with token ids does not; there the caller must know.
+token. `/v1/completions` with token ids does not, nor does SGLang's `/generate`; there the caller
+must know.
 """
 
 import base64
@@ -16,9 +17,11 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain.batch import RouteShape
+from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Likely, Sampling
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
+SGLANG = "/generate"
 
 
 VLLM_NAN = -9999.0
@@ -87,6 +90,8 @@ def build_request(route: str, part: AnswerPart, model: str) -> dict[str, Any]:
         "logprobs": part.likely,
     }
     structured = sampling.structured_outputs
+    if route == SGLANG:
+        return _build_sglang(part, params)
     if structured.json_schema:
         params["structured_outputs"] = {"json": structured.json_schema}
     elif structured:
@@ -96,6 +101,32 @@ def build_request(route: str, part: AnswerPart, model: str) -> dict[str, Any]:
         return {"model": model, "token_ids": tokens, "sampling_params": params}
     names = {"return_token_ids": True, "return_tokens_as_token_ids": bool(part.likely)}
     return {"model": model, "prompt": tokens, **names, **params}
+
+
+def _build_sglang(part: AnswerPart, params: dict[str, Any]) -> dict[str, Any]:
+    """Build the body of SGLang's route from vLLM's parameters. Draws have no seed there."""
+    structured = part.sampling.structured_outputs
+    if structured:
+        chosen = structured.model_dump(exclude_defaults=True)
+        if len(chosen) != 1 or not chosen.keys() <= {"json_schema", "regex"}:
+            raise UserError(
+                "sampling.structured_outputs: SGLang takes json_schema or regex, not"
+                f" {', '.join(sorted(chosen))}"
+            )
+        text = structured.json_schema
+        params |= {"json_schema": json.dumps(text)} if text else {"regex": structured.regex}
+    names = {"max_tokens": "max_new_tokens"}
+    dropped = ("n", "seed", "logprobs")
+    sent = {names.get(key, key): value for key, value in params.items() if key not in dropped}
+    sent["top_k"] = params["top_k"] or -1
+    return {
+        "input_ids": [int(token) for token in part.prompt],
+        "sampling_params": sent,
+        "return_logprob": True,
+        "logprob_start_len": -1,
+        "top_logprobs_num": part.likely,
+        "stream": False,
+    }
 
 
 def derive_seed(seed: int, index: int, position: int) -> int:
@@ -123,6 +154,8 @@ def parse_answer(
         answer = json.loads(raw)
     except ValueError:
         raise GarbageAnswer(f"no JSON but {_short(raw)}") from None
+    if route == SGLANG:
+        answer = _read_sglang(answer)
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise GarbageAnswer(f"no list of one choice: {_short(raw)}")
@@ -146,6 +179,30 @@ def parse_answer(
         routed = _read_routed(choice, num_prompt + len(tokens) - 1, routes)
     best = _read_likely(route, choice, len(tokens), likely) if likely else ()
     return ServerAnswer(tokens, [float(x) for x in logprobs], reason, labels, best, routed)
+
+
+def _read_sglang(answer: Any) -> dict[str, Any]:
+    """Return SGLang's answer in the form of GENERATE. Tokens are those of the log-probs, which
+    include the one that ended the answer."""
+    try:
+        meta = answer["meta_info"]
+        pairs = [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]]
+        tops = meta.get("output_top_logprobs") or [()] * len(pairs)
+        content = [
+            {
+                "token_id": token,
+                "logprob": value,
+                "top_logprobs": [{"token_id": top[1], "logprob": top[0]} for top in best or ()],
+            }
+            for (value, token), best in zip(pairs, tops, strict=True)
+        ]
+        reason = meta["finish_reason"]["type"]
+    except (AttributeError, IndexError, KeyError, TypeError, ValueError):
+        raise GarbageAnswer(
+            f"no output_token_logprobs in meta_info: {str(answer)[:120]!r}"
+        ) from None
+    choice = {"token_ids": [token for _, token in pairs], "finish_reason": reason}
+    return {"choices": [{**choice, "logprobs": {"content": content}}]}
 
 
 def _read_logprobs(route: str, choice: dict[str, Any], tokens: list[int]) -> list[Any]:

@@ -35,6 +35,8 @@ __all__ = ["VllmServer", "Servers"]
 class Servers(Pool):
     """A pool with its sources and watchers."""
 
+    inspector_kind: type[Inspector] = Inspector
+
     def __init__(
         self,
         config: VllmConfig,
@@ -46,7 +48,7 @@ class Servers(Pool):
         """tokenize: the trainer's token ids of a text, to be compared with the servers'. sources:
         where servers are listed; by default config.servers."""
         super().__init__(config, log)
-        self.inspector = Inspector(config, sampling, log, tokenize)
+        self.inspector = self.inspector_kind(config, sampling, log, tokenize)
         self.watcher = Watcher(self, self.inspector)
         self.sources = list(sources) if sources is not None else [NamedServers(config.servers)]
         self.silent: set[int] = set()

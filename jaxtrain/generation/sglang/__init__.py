@@ -1,0 +1,1 @@
+"""SGLang servers as an engine: publishing by folders, requests over HTTP."""
