@@ -2,6 +2,7 @@
 
 import json
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,42 @@ def draw_rl_calculator() -> Figure:
     first.set(title=f"reward of a round, and the mean of {WINDOW} rounds", ylim=(0, 1))
     second.set(title="held-out questions right, temperature 1", xlabel="step", ylim=(0, 1))
     first.legend(loc="lower right")
+    return figure
+
+
+def draw_vision_shapes() -> Figure:
+    """Rows of builtin:shapes; the loss of SFT, then rewards and held-out accuracy of GRPO."""
+    from jaxtrain.data.images.decode import decode
+    from jaxtrain.data.sources.shapes import ShapeRows
+
+    text = (RESULTS / "vision_shapes.jsonl").read_text()
+    lines = [json.loads(line) for line in text.splitlines()]
+
+    def select(run: str, key: str) -> np.ndarray:
+        return np.array([(x["step"], x[key]) for x in lines if x["run"] == run and key in x]).T
+
+    figure = open_figure(5.6, 7.2)
+    places = figure.subplot_mosaic("012;333;444", height_ratios=[1.0, 1.1, 1.3])
+    rows = ShapeRows(num_rows=100, split="test")
+    for panel, kind in enumerate(("count", "color", "place")):
+        row = next(row for row in rows if row["question"] == kind)
+        picture, text = row["messages"][0]["content"]
+        axes = places[str(panel)]
+        axes.imshow(decode(picture["image"]["bytes"]))
+        title = f"{textwrap.fill(text['text'], 20)}\n{row['answer']}"
+        axes.set_title(title, fontsize=9, loc="center")
+        axes.set(xticks=[], yticks=[])
+    places["3"].plot(*select("sft", "loss"), color=BLUE)
+    places["3"].set(title="SFT from random weights: loss", xlabel="step", ylim=(0, 0.5))
+    axes = places["4"]
+    axes.plot(*select("grpo", "reward"), ".", color=GRAY, alpha=0.5, label="reward of a round")
+    for key, color, label in (
+        ("eval/where/avg@4", BLUE, "held-out, temperature 1"),
+        ("eval/where_greedy/avg@1", ORANGE, "held-out, greedy"),
+    ):
+        axes.plot(*select("grpo", key), "o-", color=color, label=label)
+    axes.set(title="GRPO from that model: where is the shape?", xlabel="step", ylim=(0.5, 1))
+    axes.legend(loc="upper left")
     return figure
 
 
@@ -336,6 +373,7 @@ PICTURES = {
     "remat": draw_remat,
     "rl_rounds": draw_rounds,
     "rl_calculator": draw_rl_calculator,
+    "vision_shapes": draw_vision_shapes,
     "sft_gsm8k": draw_sft_gsm8k,
     "smollm2": draw_smollm2,
     "sft_speed": draw_sft_speed,

@@ -17,7 +17,7 @@ def test_notebooks_are_up_to_date(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "scripts")
     from make_notebooks import render
 
-    assert len(PAGES) == 5
+    assert len(PAGES) == 6
     for page in PAGES:
         text = render(page)
         assert page.with_suffix(".ipynb").read_text() == text, "run make notebooks"
@@ -100,7 +100,7 @@ def test_the_notebooks_run(execute):
     left_out = ("!jaxtrain doctor", "!jaxtrain preprocess", "!jaxtrain generate")
     cells = execute([page.stem for page in PAGES], left_out, IN_THE_KERNEL)
     results = [said_by(cell) for cell in cells if "metrics.jsonl" in cell.source]
-    assert len(results) == 5 and all(
+    assert len(results) == 6 and all(
         "loss" in result or "reward" in result or "tree" in result for result in results
     )
     assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
