@@ -31,12 +31,14 @@ class ChatEnv:
         tools: Sequence[Tool] = (),
         options: Mapping[str, Any] | None = None,
         row_tokens: int | None = None,
+        row_patches: int | None = None,
         remote: bool = False,
     ):
-        """name: name of its rewards. row_tokens: longest sequence that can be trained. remote: True
-        if episodes run on other machines."""
+        """name: name of its rewards. row_tokens: longest sequence that can be trained. row_patches:
+        patches of its images, at most. remote: True if episodes run on other machines."""
         self.template, self.play, self.config = TurnTemplate(tokenizer), play, config
-        self.name, self.tools, self.row_tokens = name, tools, row_tokens
+        self.name, self.tools = name, tools
+        self.row_tokens, self.row_patches = row_tokens, row_patches
         self.options, self.remote = dict(options or {}), remote
 
     def close(self) -> None:
@@ -55,6 +57,7 @@ class ChatEnv:
             rewritten=config.history == "template",
             kwargs=row.get("chat_template_kwargs"),
             row_tokens=self.row_tokens,
+            row_patches=self.row_patches,
         )
         tools = Toolbox(self.tools, config.tool_seconds)
         chat = Conversation(self.template, engine, sampling, index, rules, tools=tools)
@@ -103,7 +106,7 @@ async def play_dialogue(
 
 def ask(row: Mapping[str, Any], chat: Conversation, column: str, system: str | None) -> None:
     """Add a row's prompt to the conversation, after `system` unless it has a system message."""
-    prompt = find_prompt(row, column)
+    prompt = find_prompt(row, column, chat.images)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     if system is not None and messages[0].get("role") != "system":
         chat.say(system, "system")

@@ -14,7 +14,9 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from jaxtrain.data.chat.messages import MalformedRow, MessageReader
 from jaxtrain.data.chat.omissions import Kwargs
+from jaxtrain.data.chat.tokenize import open_row_images
 from jaxtrain.environments.token_history import TokenHistory, TurnTemplate
 from jaxtrain.environments.tool_calls import (
     ToolCall,
@@ -54,6 +56,8 @@ class ChatRules:
     """See TokenHistory."""
     row_tokens: int | None = None
     """Longest sequence that can be trained."""
+    row_patches: int | None = None
+    """Patches of images in a sequence that can be trained; None: no limit."""
     kwargs: Kwargs = None
     """Variables of the chat template."""
 
@@ -87,6 +91,9 @@ class Conversation:
         self.num_turns = 0
         """Assistant turns so far."""
         self._history = TokenHistory(template, rules.rewritten)
+        self.images = template.images
+        """Reader of images (data/images/reader.py); None: the model reads text alone."""
+        self._images = open_row_images(template.images, "")
         self._said: list[dict[str, Any]] = []
         self._drawn: list[dict[str, Any]] = []
         """Message of each sampled turn."""
@@ -102,11 +109,16 @@ class Conversation:
             self.tools.add(make_tool(function))
 
     def say(self, content: Any, role: str = "user", **keys: Any) -> None:
-        """Add a text, a message, or a list of messages of the environment.
+        """Add a text, a list of parts of a content, a message, or a list of messages of the
+        environment.
 
-        keys: additional keys of the message, such as name="search" with role="tool".
+        A part is {"type": "text", "text": ...} or an image: {"type": "image", "image": the bytes
+        of its file, a data URL, or an image of the row}. keys: additional keys of the message, such
+        as name="search" with role="tool". Raises UserError for an image that cannot be read.
         """
         for message in list_messages(content, role, keys):
+            if isinstance(message.get("content"), list):
+                message["content"] = self._read_parts(message["content"])
             self._add(message)
 
     def other(self, name: str) -> "PolicyConversation | Conversation":
@@ -163,18 +175,24 @@ class Conversation:
         if not self._drawn:
             self._prompt_end = len(self._said)
         tools = [*self.schemas, *self.tools.schemas]
-        prompt = self._history.prepare(self.messages, self._find_drawn(), tools, self.rules.kwargs)
+        marked, images = self._mark_images(self.messages)
+        prompt = self._history.prepare(
+            marked, self._find_drawn(), tools, self.rules.kwargs, images=images
+        )
         sampling, room = self.sampling, None
         if self.rules.row_tokens is not None:
             room = self.rules.row_tokens - len(prompt.tokens)
             if room < sampling.max_new_tokens:
                 sampling = sampling.model_copy(update={"max_new_tokens": max(room, 1)})
-        if room is not None and room <= 0:
+        patches = 0 if prompt.images is None else prompt.images.num_patches
+        too_many = self.rules.row_patches is not None and patches > self.rules.row_patches
+        if too_many or (room is not None and room <= 0):
             self._full, self._finish_reason = True, "length"
             return make_answer("", [], finished=False)
         template = self._history.template
+        options: dict[str, Any] = {} if prompt.images is None else {"images": prompt.images}
         completion = await self.engine.generate(
-            list(prompt.tokens), sampling, template.ends, index=self.index
+            list(prompt.tokens), sampling, template.ends, index=self.index, **options
         )
         turn = self._history.add(prompt, completion)
         self._full = room is not None and len(completion.tokens) >= room
@@ -196,11 +214,42 @@ class Conversation:
             answer = await self.draw()
         return answer
 
-    async def call(self, answer: AssistantReply) -> list[str]:
+    async def call(self, answer: AssistantReply) -> list[Any]:
         """Execute the tool calls of a turn in order and add their results to the conversation."""
         results = [await self.tools.answer(call) for call in answer.tool_calls]
         self.say(results)
         return [result["content"] for result in results]
+
+    def _read_parts(self, parts: list[Any]) -> Any:
+        """Return a content as text, or, if it has images, as parts that hold them as read."""
+        try:
+            text = self._mark(parts)
+        except MalformedRow as error:
+            raise UserError(error.describe("chat.say: a content cannot be used")) from None
+        if self._images is None:
+            return text
+        message = {"role": "user", "content": text}
+        return self._images.to_parts([message], lambda image: {"image": image})[0]["content"]
+
+    def _mark(self, content: list[Any]) -> str:
+        """Return the text of a content with a marker in place of each image."""
+        reader = MessageReader(lenient=True, images=self._images)
+        return reader.read({"role": "user", "content": content})["content"]
+
+    def _mark_images(
+        self, messages: Sequence[Mapping[str, Any]]
+    ) -> tuple[list[dict[str, Any]], list[Any]]:
+        """Return messages with markers of images, and the images, in order."""
+        try:
+            marked = [
+                {**message, "content": self._mark(message["content"])}
+                if isinstance(message.get("content"), list)
+                else dict(message)
+                for message in messages
+            ]
+            return marked, [] if self._images is None else self._images.list(marked)
+        except MalformedRow as error:
+            raise UserError(error.describe("chat.messages: a content cannot be used")) from None
 
     def reward(self, value: float, name: str | None = None) -> None:
         """Give a reward for the last turn. It adds to the reward of the episode, and is credited to
@@ -231,6 +280,9 @@ class Conversation:
         if rewarded:
             rewarded = [*rewarded, *({} for _ in range(self.num_turns - len(rewarded)))]
         *earlier, last = self._history.sequences
+        said = self._said
+        if self._images is not None:  # as parts without pixels
+            said = self._images.to_parts(self._mark_images(said)[0])
         counts: dict[str, Any] = {"turns": float(self.num_turns)}
         if self.tools.tools:
             counts["tool_calls"] = float(self.tools.num_calls)
@@ -241,14 +293,15 @@ class Conversation:
             last.logprobs,
             last.versions,
             self._finish_reason,
-            completion=self._said[self._prompt_end :],
-            prompt=self._said[: self._prompt_end],
+            completion=said[self._prompt_end :],
+            prompt=said[: self._prompt_end],
             rewards=rewards,
             metrics={**counts, **{name: read_metric(name, v) for name, v in metrics.items()}},
             turns=last.turns,
             turn_rewards=rewarded,
             earlier=earlier,
             routed=last.routed,
+            images=last.images,
             policy=self.policy,
             agent=self.agent,
         )
@@ -317,14 +370,18 @@ class PolicyConversation:
 
 
 def list_messages(content: Any, role: str, keys: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the messages of a text, a message, or several; UserError for anything else."""
-    if isinstance(content, str):
+    """Return the messages of a text, a list of parts, a message, or several; UserError for anything
+    else."""
+    parts = isinstance(content, list) and all(
+        isinstance(part, Mapping) and "type" in part and "role" not in part for part in content
+    )
+    if isinstance(content, str) or (content and parts):
         return [{"role": role, "content": content, **keys}]
     messages = [content] if isinstance(content, Mapping) else content
     if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
         raise UserError(
-            f"chat.say({content!r:.80}): give a text, a message with role and content, or a"
-            " list of such messages"
+            f"chat.say({content!r:.80}): give a text, a list of parts of a content, a message with role"
+            " and content, or a list of such messages"
         )
     return [dict(message) for message in messages]
 

@@ -76,7 +76,14 @@ def open_env(
             )
     check_options(label_of_key, play, options)
     return ChatEnv(
-        tokenizer, play, config, name=label, tools=tools, options=options, row_tokens=row_tokens
+        tokenizer,
+        play,
+        config,
+        name=label,
+        tools=tools,
+        options=options,
+        row_tokens=row_tokens,
+        row_patches=row_patches,
     )
 
 

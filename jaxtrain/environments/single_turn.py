@@ -45,9 +45,14 @@ def read_row(row: Mapping[str, Any], column: str, images: Any = None) -> Prompt:
     return prompt
 
 
-def find_prompt(row: Mapping[str, Any], column: str) -> str | list[dict[str, Any]]:
-    """Return the text or messages of `read_row`."""
-    return read_row(row, column).value
+def find_prompt(
+    row: Mapping[str, Any], column: str, images: Any = None
+) -> str | list[dict[str, Any]]:
+    """Return the text or messages of `read_row`, with images as parts of type "image"."""
+    prompt = read_row(row, column, images)
+    if prompt.images is None or isinstance(prompt.value, str):
+        return prompt.value
+    return prompt.images.to_parts(prompt.value, lambda image: {"image": image})
 
 
 class SingleTurn:

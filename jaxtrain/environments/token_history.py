@@ -19,7 +19,9 @@ import re
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from jaxtrain.batch import join_routes
 from jaxtrain.data.chat.control_tokens import encoder_of, make_mark
@@ -31,13 +33,26 @@ from jaxtrain.data.chat.template import (
     require_chat_template,
     turn_ends,
 )
+from jaxtrain.data.chat.tokenize import open_images
+from jaxtrain.data.packing.prefixes import token_keys
+from jaxtrain.data.packing.tree import Image, PlacedImages, join_images
 from jaxtrain.environments.tool_calls import CLOSED, OPENED
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion
 from jaxtrain.generation.episodes import TokenSequence
 
 OPENING = re.compile(r"<think>\s*$")
-Piece = str | tuple[int, bool]
+
+
+class ShownText(NamedTuple):
+    """Text of the template."""
+
+    text: str
+    images: tuple[Image, ...] = ()
+    """Images that the text holds, in order."""
+
+
+Piece = ShownText | tuple[int, bool]
 """Text of the template, or (number of a sampled turn, True if its thought is shown)."""
 
 
@@ -67,6 +82,8 @@ class TurnTemplate:
         """Characters that one token can hold at most."""
         self.nonce = secrets.token_hex(8)
         self.encoder, self.spelled = encoder_of(tokenizer), make_mark()
+        self.images = open_images(None, tokenizer)
+        """images.reader.ImageReader of messages; None: they hold text alone."""
 
     def stand_in(self, number: int, turn: "DrawnTurn") -> str:
         """Return the text that the template renders in place of a sampled turn."""
@@ -82,11 +99,13 @@ class TurnTemplate:
         turns: Sequence["DrawnTurn"],
         tools: Any,
         kwargs: Kwargs = None,
+        images: Sequence[Image] = (),
     ) -> list[Piece]:
         """Render the prompt after `messages` as alternating texts and turns, without turns that the
         template omits.
 
-        drawn: {index of a message: number of its turn}, in order.
+        drawn: {index of a message: number of its turn}, in order. images: those of the messages'
+        markers, in order.
         """
         # Messages of the environment are text, even if they spell control tokens.
         copies = [dict(message) for message in messages]
@@ -95,7 +114,7 @@ class TurnTemplate:
             filled[index] = {**filled[index], "content": self.stand_in(number, turns[number])}
         text = render_prompt(self.tokenizer, filled, tools, kwargs)
         pieces: list[Piece] = []
-        start = 0
+        start, waiting = 0, [*reversed(images)]
         for number in drawn.values():
             turn = turns[number]
             answer = self._name("answer", number)
@@ -110,9 +129,27 @@ class TurnTemplate:
                 begin = thought if opening is None else opening.start()
             if turn.finished:
                 stop = self._find_close(text, stop, turn.tokens[-1])
-            pieces += [text[start:begin], (number, shown or not turn.thought)]
+            shown_text = self._take_images(text[start:begin], waiting)
+            pieces += [shown_text, (number, shown or not turn.thought)]
             start = stop
-        return [*pieces, text[start:]]
+        return [*pieces, self._take_images(text[start:], waiting)]
+
+    def place(self, tokens: Sequence[int], images: Sequence[Image]) -> PlacedImages | None:
+        """Return where the images of a text stand in its tokens."""
+        if not images:
+            return None
+        from jaxtrain.data.images.placing import place_images  # not for conversations without
+
+        return place_images(np.asarray(tokens), images, self.images.format)
+
+    def _take_images(self, text: str, waiting: list[Image]) -> ShownText:
+        """Take the images that a text holds from the end of those that wait."""
+        images = []
+        count = text.count(self.images.format.placeholder) if waiting else 0
+        while count > 0:
+            images.append(waiting.pop())
+            count -= images[-1].num_features
+        return ShownText(text, tuple(images))
 
     def _find_close(self, text: str, stop: int, drawn: int) -> int:
         """Return the place behind the token with which the template ends a turn that ends at
@@ -128,7 +165,7 @@ class TurnTemplate:
     def opens_thought(self, pieces: Sequence[Piece]) -> bool:
         """Return True if the generation prompt opens a thought."""
         last = pieces[-1]
-        return isinstance(last, str) and OPENING.search(last[-40:]) is not None
+        return isinstance(last, ShownText) and OPENING.search(last.text[-40:]) is not None
 
     def _name(self, part: str, number: int) -> str:
         return f"{part}{self.nonce}n{number}e"
@@ -158,6 +195,8 @@ class Prompt:
     """Texts and turns that it consists of; empty if only the tokens are known."""
     opened: bool = False
     """True if it opens a thought."""
+    images: PlacedImages | None = None
+    """Images that stand in the tokens."""
 
 
 class TokenHistory:
@@ -181,17 +220,18 @@ class TokenHistory:
         tools: Any,
         kwargs: Kwargs = None,
         most: int | None = None,
+        images: Sequence[Image] = (),
     ) -> Prompt:
         """Build the prompt of the next turn. drawn: {index of a message: number of its turn}, in
         order. kwargs: variables of the chat template. most: tokens beyond which it is of no use.
-        Raises TemplateFailed, and PromptTooLong before such a text is tokenized."""
+        images: those of the messages' markers, in order. Raises TemplateFailed, and PromptTooLong before such a text is tokenized."""
         if most is not None:
             texts = [m["content"] for m in messages if m["role"] != "assistant"]
             self._check_length(texts, most)
-        pieces = self.template.split(messages, drawn, self.turns, tools, kwargs)
+        pieces = self.template.split(messages, drawn, self.turns, tools, kwargs, images)
         if self.turns and not self.rewritten:
             last = len(self.turns) - 1
-            if len(pieces) < 2 or not isinstance(pieces[-2], tuple) or pieces[-2][0] != last:
+            if len(pieces) < 2 or pieces[-2][0] != last:
                 raise UserError(
                     "the chat template leaves out the last turn, so the conversation cannot be"
                     ' continued token by token: set env.history to "template", or use a template'
@@ -199,23 +239,26 @@ class TokenHistory:
                 )
             pieces = [*self._pieces, pieces[-1]]
         if most is not None:
-            self._check_length([piece for piece in pieces if isinstance(piece, str)], most)
-        tokens = [token for piece in pieces for token in self._tokens(piece)]
-        return Prompt(tokens, pieces, self.template.opens_thought(pieces))
+            texts = [piece.text for piece in pieces if isinstance(piece, ShownText)]
+            self._check_length(texts, most)
+        runs = [self._tokens(piece) for piece in pieces]
+        placed = [
+            (self.template.place(run, piece.images if isinstance(piece, ShownText) else ()), len(run))
+            for run, piece in zip(runs, pieces, strict=True)
+        ]
+        tokens = [token for run in runs for token in run]
+        return Prompt(tokens, pieces, self.template.opens_thought(pieces), join_images(placed))
 
     def add(self, prompt: Prompt, completion: Completion) -> DrawnTurn:
         """Add a turn that was sampled from a prompt."""
         tokens = [int(token) for token in completion.tokens]
-        candidates = [
-            sequence
-            for sequence in self.sequences
-            if prompt.tokens[: len(sequence.tokens)] == sequence.tokens
-        ]
+        candidates = [sequence for sequence in self.sequences if _begins(prompt, sequence)]
         sequence = max(candidates, key=lambda sequence: len(sequence.tokens), default=None)
         if sequence is None:
             sequence = TokenSequence([], [], [], [], [])
             self.sequences.append(sequence)
         _extend(sequence, prompt.tokens[len(sequence.tokens) :])
+        sequence.images = prompt.images
         _extend(sequence, tokens, completion.logprobs, completion.versions, len(self.turns))
         sequence.routed = join_routes(sequence.routed, completion.routed)
         text = self.template.tokenizer.decode(tokens)
@@ -237,10 +280,11 @@ class TokenHistory:
             raise PromptTooLong(least)
 
     def _tokens(self, piece: Piece) -> list[int]:
-        if isinstance(piece, str):
-            if piece not in self._encoded:
-                self._encoded[piece] = self.template.encoder(piece, self.template.spelled)
-            return self._encoded[piece]
+        if isinstance(piece, ShownText):
+            text = piece.text
+            if text not in self._encoded:
+                self._encoded[text] = self.template.encoder(text, self.template.spelled)
+            return self._encoded[text]
         number, with_thought = piece
         return self.turns[number].tokens if with_thought else self.turns[number].answer
 
@@ -258,6 +302,18 @@ class TokenHistory:
             if cut == len(tokens) or not decode([tokens[cut]]).startswith("\n"):
                 return tokens[cut:]
         return encode(self.template.tokenizer, text.rpartition(CLOSED)[2].lstrip("\n"))
+
+
+def _begins(prompt: Prompt, sequence: TokenSequence) -> bool:
+    """Return True if a prompt begins with the tokens and images of a sequence."""
+    count = len(sequence.tokens)
+    if prompt.tokens[:count] != sequence.tokens:
+        return False
+    if prompt.images is None:
+        return sequence.images is None
+    begun = [join_images([(x, count)], count) for x in (prompt.images.cut(0, count), sequence.images)]
+    first, second = (token_keys(np.asarray(sequence.tokens), placed) for placed in begun)
+    return np.array_equal(first, second)
 
 
 def _extend(

@@ -22,6 +22,7 @@ from typing import Any, get_type_hints
 import pydantic
 
 from jaxtrain import plugins
+from jaxtrain.data.images.reader import KINDS
 from jaxtrain.environments.tool_calls import ToolCall
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engine import EpisodeFailed
@@ -96,7 +97,7 @@ class Toolbox:
         """Execute a call and return the tool message that answers it."""
         self.num_calls += 1
         try:
-            content = _to_text(await self._run(call))
+            content = _to_content(await self._run(call))
         except ToolFailed as failure:
             self.num_errors += 1
             content = f"error: {shorten(str(failure), MAX_ERROR)}"
@@ -208,9 +209,13 @@ async def _in_thread(function: Callable[..., Any], values: Mapping[str, Any]) ->
     return await future
 
 
-def _to_text(value: Any) -> str:
+def _to_content(value: Any) -> str | list[Any]:
+    """Return a result as text, or as it is if it is a list of parts of a content with images."""
     if isinstance(value, str):
         return shorten(value, MAX_RESULT)
+    if isinstance(value, list) and all(isinstance(x, dict) and "type" in x for x in value):
+        if any(part["type"] in KINDS for part in value):
+            return value
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError) as error:

@@ -119,7 +119,11 @@ class RowImages:
     def find(self, tokens: np.ndarray, messages: Sequence[Message]) -> PlacedImages | None:
         """Return where the images of messages stand in their tokens [n], or in those of the first
         of them."""
-        return place_images(tokens, list_images(messages, self.by_marker), self.reader.format)
+        return place_images(tokens, self.list(messages), self.reader.format)
+
+    def list(self, messages: Sequence[Message]) -> list[Image]:
+        """Return the images of messages in order; raises MalformedRow for a place without one."""
+        return list_images(messages, self.by_marker)
 
     def _mark(self, value: Any, number: int) -> str:
         image = self._read(value, number)
