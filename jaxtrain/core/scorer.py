@@ -26,11 +26,13 @@ class Scorer:
         """snapshot: returns the current models. impl: backend of the log-prob op."""
         self.snapshot, self.impl = snapshot, impl
 
-    def logp(self, batch: Batch, role: str, temperature: float | None = None) -> np.ndarray:
+    def logp(
+        self, batch: Batch, role: str, temperature: float | None = None, *, drawable: bool = False
+    ) -> np.ndarray:
         """Return log-probs float32 [A, B, T] of every token of a batch [A, B, T] under a role's
-        model; logits are divided by `temperature`, as in the sampler."""
+        model; logits are divided by `temperature`, as in the sampler. drawable: see token_logp."""
         snapshot = self.snapshot()
-        score = make_logp(snapshot.roles.rebuild(role), self.impl, temperature)
+        score = make_logp(snapshot.roles.rebuild(role), self.impl, temperature, drawable)
         # A role that shares the policy's routers must send each token where the update will, or
         # the log-prob ratio would measure the routing as well.
         same = snapshot.roles.roles[role].weights != "own"
@@ -94,14 +96,18 @@ class Scorer:
 
 @functools.lru_cache(maxsize=32)
 def make_logp(
-    rebuild: Rebuild, impl: str, temperature: float | None
+    rebuild: Rebuild, impl: str, temperature: float | None, drawable: bool
 ) -> Callable[[Params, Batch], jax.Array]:
     """Compiled once `(params, batch [A, B, T]) -> log-probs float32 [A, B, T]`."""
 
     def score(params: Params, batch: Batch) -> jax.Array:
         model = rebuild(params)
+
+        def score_micro(micro: Batch) -> jax.Array:
+            return token_logp(model, micro, impl, temperature, drawable=drawable).logp
+
         # One microbatch at a time, so that scoring needs no more memory than training.
-        return jax.lax.map(lambda micro: token_logp(model, micro, impl, temperature).logp, batch)
+        return jax.lax.map(score_micro, batch)
 
     return jax.jit(score)
 

@@ -106,10 +106,11 @@ class EmbeddingAndHead(nnx.Module):
     """The attribute of DecoderConfig."""
     exact: Any = None
     """The attribute of DecoderOptions."""
+    never_drawn: tuple[int, ...] = ()
+    """The attribute of DecoderConfig."""
 
     def head(self) -> jax.Array:
-        """Return the output projection [V, D] in the param dtype; the embedding itself when
-        tied."""
+        """Return the output projection [V, D] in the param dtype; the embedding if tied."""
         table = self.head_table
         assert table is not None, "a model that scores predicts no tokens"
         return table.table()
@@ -122,8 +123,7 @@ class EmbeddingAndHead(nnx.Module):
         return self.embed if self.lm_head is None else self.lm_head
 
     def logits(self, hidden: jax.Array) -> jax.Array:
-        """Compute [..., D] -> [..., V] in at least float32. For sampling and tests: training uses
-        the log-prob kernel, which never materializes this array."""
+        """Compute [..., D] -> [..., V] in at least float32; training never has this array."""
         return self.logits_of(self.head(), hidden)
 
     def logits_of(self, head_VD: jax.Array, hidden: jax.Array) -> jax.Array:
@@ -227,7 +227,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         self.noise: Any = nnx.data(None)
         # (Images, RowNoise or None) -> features [B, F, D] of images, and those for single layers.
         self.vision = None if config.vision is None else config.vision.build(config, options, rngs)
-        self.never_drawn = () if self.vision is None else tuple(sorted(config.media_tokens))
+        self.never_drawn = config.never_drawn
         self.mtp = None if config.mtp is None else config.mtp.build(config, options, rngs)
         if options.exact is not None:
             options.exact.attach(self)

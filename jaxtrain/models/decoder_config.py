@@ -231,6 +231,11 @@ class DecoderConfig:
         return {}
 
     @property
+    def never_drawn(self) -> tuple[int, ...]:
+        """Tokens of images and videos that no answer holds, where the model reads images."""
+        return () if self.vision is None else tuple(sorted(self.media_tokens))
+
+    @property
     def embedding_scale(self) -> float:
         """Factor of embeddings at the input of the layers."""
         return 1.0

@@ -116,7 +116,7 @@ def make_loss(name: str, kind: LossKind, config: Config) -> Callable:
 
         def simple(models: Mapping[str, Any], batch: Batch):
             (model,) = models.values()
-            logp_BT = token_logp(model, batch, impl).logp
+            logp_BT = token_logp(model, batch, impl, drawable=name != "cross_entropy").logp
             weight_BT = batch.weights[TOTAL].astype(logp_BT.dtype)
             counts_BT = weight_BT != 0
             # Where nothing counts a log-prob may be anything, and its gradient must be 0.
@@ -129,7 +129,7 @@ def make_loss(name: str, kind: LossKind, config: Config) -> Callable:
 
     def policy(models: Mapping[str, Any], batch: Batch):
         (model,) = models.values()
-        scores = token_logp(model, batch, impl)
+        scores = token_logp(model, batch, impl, drawable=True)
         renamed = batch._replace(
             weights={"pg": batch.weights[TOTAL]},
             streams={

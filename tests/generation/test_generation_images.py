@@ -102,9 +102,9 @@ def check_greedy(pictures, torch_model, tokens, placed, answer):
     """Each token is torch's most probable one that is no image, with torch's log-prob."""
     logits = pictures.forward(torch_model, [*tokens, *answer.tokens], placed)
     logits = logits[len(tokens) - 1 : -1]
+    logits[:, IMAGE] = -np.inf
     shifted = logits - logits.max(-1, keepdims=True)
     logp = shifted - np.log(np.exp(shifted).sum(-1, keepdims=True))
-    logits[:, IMAGE] = -np.inf
     assert answer.tokens == logits.argmax(-1).tolist()
     expected = logp[np.arange(len(logits)), answer.tokens]
     np.testing.assert_allclose(answer.logprobs, expected, atol=2e-5)  # float32
@@ -157,16 +157,18 @@ def test_greedy_answers_are_those_of_transformers(name, monkeypatch):
 
     tokens, placed = prompts[0]
     values, _ = score_text(sampler, [*tokens, *answers[0].tokens], placed)
-    np.testing.assert_allclose(values[len(tokens) :], answers[0].logprobs, atol=2e-5)
+    # A text is scored by the whole softmax, so by less than its share of the tokens that are drawn.
+    gaps = np.array(answers[0].logprobs) - values[len(tokens) :]
+    assert (gaps > 0).all() and gaps.max() < 0.1
 
 
-def test_a_token_that_is_never_drawn_keeps_its_share_of_the_softmax():
+def test_a_token_that_is_never_drawn_has_no_share_of_the_softmax():
     logits = np.random.default_rng(0).standard_normal((64, 200)).astype(np.float32)
     logits[:, [7, 150]] = 9.0
     logits, keys = jax.numpy.asarray(logits), jax.random.split(jax.random.key(0), 64)
-    expected = np.asarray(jax.nn.log_softmax(logits))
     masked = np.array(logits)
     masked[:, [7, 150]] = -np.inf
+    expected = np.asarray(jax.nn.log_softmax(masked))
     # With top_k=1 the most probable tokens are never drawn: the next one takes their place.
     kinds = (DrawKind(False, False), DrawKind(True, False), DrawKind(True, True))
     for kind, top_k in [*((kind, 9) for kind in kinds), (kinds[-1], 1)]:

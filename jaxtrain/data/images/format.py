@@ -114,6 +114,11 @@ class ImageFormat(ABC):
         text = self.expand(size)
         return text.partition(self.placeholder)[0], text.rpartition(self.placeholder)[2]
 
+    def resize(self, picture: "Picture") -> "Picture":
+        """Return the picture at the size from which `segments` are cut, where resizing it again
+        changes nothing."""
+        return picture
+
     @abstractmethod
     def segments(self, picture: "Picture") -> list[np.ndarray]:
         """Return the resized pictures uint8 [height, width, 3] that the tower reads one by one."""

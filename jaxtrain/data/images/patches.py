@@ -7,6 +7,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -16,6 +17,9 @@ from jaxtrain.data.images.decode import decode, read_file
 from jaxtrain.data.images.format import ImageFormat, Patches
 from jaxtrain.data.packing.tree import Image, PlacedImages
 from jaxtrain.errors import UserError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image as Picture
 
 MAX_CACHED = 1 << 26
 """Bytes of patches that are kept for the next image with the same hash."""
@@ -107,13 +111,18 @@ class PatchPacker:
         """Decode and cut an image."""
         if (patches := self.cache.get(image.key)) is not None:
             return patches
-        try:
-            data = image.source if isinstance(image.source, bytes) else read_file(image.source)
-            if hashlib.sha256(data).hexdigest() != image.key:
-                raise MalformedRow("an image has changed since its row was tokenized")
-            patches = self.format.cut(decode(data))
-        except MalformedRow as error:
-            raise UserError(f"{image.origin}: {error}; mend it or leave the row out") from None
+        patches = self.format.cut(read_picture(image))
         assert len(patches.pixels) == image.num_patches, f"{image.origin}: {len(patches.pixels)}"
         self.cache.add(image.key, patches)
         return patches
+
+
+def read_picture(image: Image) -> "Picture":
+    """Decode an image of a row; UserError for one that cannot be read any more."""
+    try:
+        data = image.source if isinstance(image.source, bytes) else read_file(image.source)
+        if hashlib.sha256(data).hexdigest() != image.key:
+            raise MalformedRow("an image has changed since its row was tokenized")
+        return decode(data)
+    except MalformedRow as error:
+        raise UserError(f"{image.origin}: {error}; mend it or leave the row out") from None

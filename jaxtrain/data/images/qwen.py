@@ -88,8 +88,12 @@ class WholeFormat(ImageFormat):
         return "<|vision_start|>", "<|vision_end|>"  # written by the chat template
 
     @override
+    def resize(self, picture: "Picture") -> "Picture":
+        return picture.resize(self.fit(picture.size), self.resample)
+
+    @override
     def segments(self, picture: "Picture") -> list[np.ndarray]:
-        return [np.asarray(picture.resize(self.fit(picture.size), self.resample))]
+        return [np.asarray(self.resize(picture))]
 
     def fit(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the width and height of a resized picture; raises MalformedRow for one that is too

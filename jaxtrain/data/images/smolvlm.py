@@ -103,13 +103,17 @@ class TiledFormat(ImageFormat):
         return "".join(f"{line}\n" for line in lines) + f"\n{overview}"
 
     @override
-    def segments(self, picture: "Picture") -> list[np.ndarray]:
-        if not self.splits:
-            picture = picture.resize(self._fit(picture.size), self.resample)
-            return [np.asarray(picture.resize((self.tile, self.tile), self.resample))]
+    def resize(self, picture: "Picture") -> "Picture":
         first, second = self._sizes(picture.size)
-        picture = picture.resize(first, self.resample).resize(second, self.resample)
-        rows, cols = self.count_tiles_of(second)
+        picture = picture.resize(first, self.resample)
+        return picture.resize(second if self.splits else (self.tile,) * 2, self.resample)
+
+    @override
+    def segments(self, picture: "Picture") -> list[np.ndarray]:
+        picture = self.resize(picture)
+        if not self.splits:
+            return [np.asarray(picture)]
+        rows, cols = self.count_tiles_of(picture.size)
         pixels, side = np.asarray(picture), self.tile
         tiles = [
             pixels[row * side : (row + 1) * side, col * side : (col + 1) * side]

@@ -61,11 +61,13 @@ def find_likely(sampler: Requests, request: Request, answer: Completion, k: int)
     if not answer.tokens:
         return []
     start, temperature = len(request.prompt), request.sampling.temperature or 1.0
+    never = sampler.model.never_drawn
     tokens = [*request.prompt, *answer.tokens]
     values, texts_likely = score_text(sampler, tokens, request.images)
     places = zip(answer.tokens, answer.logprobs, values[start:], texts_likely[start:], strict=True)
     likely = []
-    for token, tempered, drawn, best in places:
+    for token, tempered, drawn, listed in places:
+        best = [pair for pair in listed if pair[0] not in never]
         if request.constraint is not None:
             allowed = request.constraint.allowed
             best = [pair for pair in best if allowed[pair[0] // 32] >> (pair[0] % 32) & 1]

@@ -67,23 +67,21 @@ def sample(
 
     A row of temperature 0 takes the most probable token, with its log-prob at temperature 1.
     allowed_BW: bits of the tokens that may be drawn, uint32; the log-prob is then over these alone.
-    never: tokens that are not drawn, although they have their share of the log-prob's softmax.
+    never: tokens that are not drawn, and not part of the log-prob's softmax.
     """
-    logits_BV = logits_BV.astype(jnp.float32)
+    logits_BV = exclude(logits_BV.astype(jnp.float32), never)
     if allowed_BW is not None:
         logits_BV = jnp.where(read_bits(allowed_BW, logits_BV.shape[1]), logits_BV, -jnp.inf)
     if not kind.random:
-        token_B = jnp.argmax(exclude(logits_BV, never), axis=-1).astype(jnp.int32)
+        token_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         lse_B = jax.nn.logsumexp(logits_BV, axis=-1)
     else:
         greedy_B = draw.temperature == 0
         logits_BV = logits_BV / jnp.where(greedy_B, 1.0, draw.temperature)[:, None]
-        # Before the cut: else top_k or top_p might keep nothing but tokens that are not drawn.
-        drawable_BV = exclude(logits_BV, never)
-        kept_BV = cut(drawable_BV, draw) if kind.truncate else drawable_BV
+        kept_BV = cut(logits_BV, draw) if kind.truncate else logits_BV
         best_B, drawn_B, lse_B = draw_by_class(keys, kept_BV)
         token_B = jnp.where(greedy_B, best_B, drawn_B)
-        if kind.truncate or never:
+        if kind.truncate:
             lse_B = jax.nn.logsumexp(logits_BV, axis=-1)
     chosen_B = jnp.take_along_axis(logits_BV, token_B[:, None], axis=-1)[:, 0]
     return token_B, chosen_B - lse_B

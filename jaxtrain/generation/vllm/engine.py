@@ -20,11 +20,14 @@ import aiohttp
 import numpy as np
 
 from jaxtrain.batch import RouteShape, join_routes
+from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engine import Completion, EpisodeFailed, KeepLost, Likely, Sampling
 from jaxtrain.generation.version_tracker import note_version
 from jaxtrain.generation.vllm.control import explain, headers
+from jaxtrain.generation.vllm.images import PromptImages, SentPrompt
 from jaxtrain.generation.vllm.messages import (
+    GENERATE,
     AnswerPart,
     GarbageAnswer,
     ServerAnswer,
@@ -132,17 +135,25 @@ class VllmEngine:
         group_size: int | None = None,
         kept_servers: KeptServers | None = None,
         policy: str = "",
+        images: PromptImages | None = None,
+        never: Sequence[int] = (),
     ):
         """routes: request the experts of each token, and fail if a server does not report them.
         group_size: this many consecutive indices share a prompt, form a session, and prefer one
         server; None: every request goes to the least loaded one. kept_servers: use these servers
         alone, and draw all tokens with the version that they keep. policy: draw with this policy's
-        adapters."""
-        self.policy = policy
+        adapters. images: writes prompts with images; None: they are text. never: tokens that are
+        not drawn."""
+        self.policy, self.images, self.never = policy, images, tuple(never)
         self.servers, self.adapters, self.first_pause = servers, adapters, first_pause
         self.routes, self.group_size, self.kept_servers = routes, group_size, kept_servers
         self._connections: dict[asyncio.AbstractEventLoop, LoopConnection] = {}
         self._logged_kinds: set[str] = set()
+
+    @property
+    def reads_images(self) -> bool:
+        """True if prompts may hold images."""
+        return self.images is not None
 
     @property
     def version(self) -> int:
@@ -162,6 +173,8 @@ class VllmEngine:
             routes=self.routes,
             group_size=self.group_size,
             kept_servers=KeptServers(self.servers, kept_servers),
+            images=self.images,
+            never=self.never,
         )
 
     def release(self) -> None:
@@ -187,6 +200,7 @@ class VllmEngine:
         stop_ids: Sequence[int] = (),
         index: int = 0,
         likely: int = 0,
+        images: PlacedImages | None = None,
     ) -> Completion:
         """Continue a prompt; see `engine.Engine`."""
         connection = self._loop_connection()
@@ -199,6 +213,11 @@ class VllmEngine:
         session = index // (self.group_size or 1)
         direct = masks = False
         failed: VllmServer | None = None
+        sent: SentPrompt | None = None
+        if images is not None:
+            assert self.images is not None, "reads_images says so"
+            # Decodes pictures: other requests go on meanwhile.
+            sent = await asyncio.to_thread(self.images.write, prompt, images)
         async with connection.room:
             for _ in range(MAX_ATTEMPTS):
                 server = await self._acquire_server(connection, session, direct, failed)
@@ -217,6 +236,8 @@ class VllmEngine:
                         session=session,
                         likely=likely,
                         masks=masks,
+                        images=sent and sent._replace(tokens=[*sent.tokens, *tokens]),
+                        never=self.never,
                     )
                     answer, drawn = await self._request(connection, server, part)
                 except AnswerLost as lost:
@@ -304,6 +325,11 @@ class VllmEngine:
         sent_version = server.version
         model = self.servers.label(sent_version, self.policy) if self.adapters else server.model
         route = server.route
+        if part.images is not None and route != GENERATE:
+            raise UserError(
+                f"{server.url} takes images with prompts of ids only over {GENERATE}; start it with"
+                " --enable-scale-out"
+            )
         body = build_request(route, part, model)
         # The config refuses those that the body has already.
         body.get("sampling_params", body).update(self.servers.config.generation_kwargs)
@@ -325,8 +351,9 @@ class VllmEngine:
                 f" {part.max_tokens}: HTTP {status}, {explain(raw)}"
             )
         try:
+            echo = None if part.images is None else part.prompt
             answer = parse_answer(
-                route, raw, part.max_tokens, len(part.prompt), self.routes, part.likely
+                route, raw, part.max_tokens, len(part.prompt), self.routes, part.likely, echo
             )
         except GarbageAnswer as error:
             self.servers.note_answer(server, str(error))

@@ -29,6 +29,7 @@ from jaxtrain.generation.publisher import Publisher
 from jaxtrain.generation.ray.hosts import open_source
 from jaxtrain.generation.ray.ray_cluster import join
 from jaxtrain.generation.vllm.engine import VllmEngine
+from jaxtrain.generation.vllm.images import PromptImages
 from jaxtrain.generation.vllm.launch import FOLDER, check_python, open_launcher
 from jaxtrain.generation.vllm.lora_limits import check_adapter
 from jaxtrain.generation.vllm.remote import share
@@ -94,10 +95,16 @@ def open_vllm(
             servers = open_servers(config, bundle, log, stack)
             replay = config.rollout.router_replay
             routes = route_shape(bundle.architecture) if replay else None
-            size = config.rollout.group_size
+            reads = getattr(bundle.tokenizer, "image_format", None) is not None
             engines = {
                 name: VllmEngine(
-                    servers, adapters=adapters, routes=routes, group_size=size, policy=name
+                    servers,
+                    adapters=adapters,
+                    routes=routes,
+                    group_size=config.rollout.group_size,
+                    policy=name,
+                    images=PromptImages(bundle.tokenizer) if reads else None,
+                    never=bundle.architecture.never_drawn,
                 )
                 for name in policies or ("",)
             }

@@ -19,11 +19,15 @@ import numpy as np
 from jaxtrain.batch import RouteShape
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Likely, Sampling
+from jaxtrain.generation.vllm.images import SentPrompt
 
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 SGLANG = "/generate"
 
 
+NEVER = -100.0
+"""Bias of tokens that are not drawn, the least that vLLM takes: their probability is below what
+float32 adds to that of others."""
 VLLM_NAN = -9999.0
 """Log-prob that vLLM writes for a NaN."""
 
@@ -64,6 +68,10 @@ class AnswerPart:
     """Number of likely tokens to list at each place."""
     masks: bool = False
     """Accept an answer some of whose log-probs are missing: another one had none, either."""
+    images: SentPrompt | None = None
+    """The prompt as it is sent if it has images."""
+    never: Sequence[int] = ()
+    """Tokens that are not drawn."""
 
 
 def build_request(route: str, part: AnswerPart, model: str) -> dict[str, Any]:
@@ -89,6 +97,8 @@ def build_request(route: str, part: AnswerPart, model: str) -> dict[str, Any]:
         # 0: that of the drawn token alone.
         "logprobs": part.likely,
     }
+    if part.never:
+        params["logit_bias"] = {str(token): NEVER for token in part.never}
     structured = sampling.structured_outputs
     if route == SGLANG:
         return _build_sglang(part, params)
@@ -97,6 +107,10 @@ def build_request(route: str, part: AnswerPart, model: str) -> dict[str, Any]:
     elif structured:
         params["structured_outputs"] = structured.model_dump(exclude_defaults=True)
     tokens = [int(token) for token in part.prompt]
+    if part.images is not None:
+        pictures = {"content_parts": part.images.parts, "return_token_ids": True}
+        tokens = part.images.tokens
+        return {"model": model, "token_ids": tokens, "sampling_params": params, **pictures}
     if route == GENERATE:
         return {"model": model, "token_ids": tokens, "sampling_params": params}
     names = {"return_token_ids": True, "return_tokens_as_token_ids": bool(part.likely)}
@@ -144,8 +158,10 @@ def parse_answer(
     num_prompt: int = 0,
     routes: RouteShape | None = None,
     likely: int = 0,
+    echo: Sequence[int] | None = None,
 ) -> ServerAnswer:
-    """Validate an answer; GarbageAnswer explains what is wrong.
+    """Validate an answer; GarbageAnswer explains what is wrong. UserError if the server read
+    another prompt than `echo`, the tokens of one with images.
 
     routes: which experts to read, for the `num_prompt` tokens of the prompt and those of the
     answer. likely: number of likely tokens that were asked for at each place.
@@ -159,6 +175,13 @@ def parse_answer(
     choices = answer.get("choices") if isinstance(answer, dict) else None
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise GarbageAnswer(f"no list of one choice: {_short(raw)}")
+    if echo is not None and (read := answer.get("prompt_token_ids")) != echo:
+        count = f"{len(read)} tokens" if isinstance(read, list) else "a prompt that it does not show"
+        raise UserError(
+            f"of a prompt of {len(echo)} tokens with images the server makes {count}, so it would"
+            " answer something else than is trained; start it with a folder whose tokenizer,"
+            " preprocessor_config.json and processor_config.json are those of model.path"
+        )
     choice = choices[0]
     tokens, reason = choice.get("token_ids"), choice.get("finish_reason")
     if not isinstance(tokens, list) or not all(type(t) is int and t >= 0 for t in tokens):

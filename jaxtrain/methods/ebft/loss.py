@@ -19,7 +19,7 @@ def ebft_loss(model, batch: Batch, objective: PolicyObjective, impl: str = "auto
     weight_BT = batch.weights.get(COMPONENT)
     if temperature is not None and weight_BT is not None:
         temperature = jnp.where(weight_BT != 0, 1.0, temperature)
-    scores = token_logp(model, batch, impl, temperature)
+    scores = token_logp(model, batch, impl, temperature, drawable=True)
     sums, metrics = policy_terms(scores.logp, scores.entropy, batch, objective)
     if weight_BT is not None:
         weight_BT = weight_BT.astype(scores.logp.dtype)

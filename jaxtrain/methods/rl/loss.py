@@ -86,7 +86,7 @@ def policy_loss(model, batch: Batch, objective: PolicyObjective, impl: str = "au
     batch: `weights["pg"]` (0: not trained), `owner`, streams `advantage`, `sampler_logp`, and
     `old_logp` unless own_old, `ref_logp` with a KL term; "kl" weighs by `weights["kl"]`.
     """
-    scores = token_logp(model, batch, impl, objective.temperature)
+    scores = token_logp(model, batch, impl, objective.temperature, drawable=True)
     return policy_terms(scores.logp, scores.entropy, batch, objective)
 
 

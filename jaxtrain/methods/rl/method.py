@@ -302,9 +302,9 @@ class PolicyPreparation:
         """Return the log-probs that a batch needs; on all processes."""
         scores = {}
         if self.scores_policy or compares or np.isnan(batch.streams["sampler_logp"]).any():
-            scores["policy_logp"] = scorer.logp(batch, POLICY, self.temperature)
+            scores["policy_logp"] = scorer.logp(batch, POLICY, self.temperature, drawable=True)
         if scores_reference(self.task):
-            scores["ref_logp"] = scorer.logp(batch, REFERENCE, self.temperature)
+            scores["ref_logp"] = scorer.logp(batch, REFERENCE, self.temperature, drawable=True)
         return {**scores, **ask_judges(self.judges, batch, scorer)}
 
     def finish(
