@@ -380,8 +380,8 @@ def list_messages(content: Any, role: str, keys: Mapping[str, Any]) -> list[dict
     messages = [content] if isinstance(content, Mapping) else content
     if not isinstance(messages, list | tuple) or not all(map(_is_message, messages)):
         raise UserError(
-            f"chat.say({content!r:.80}): give a text, a list of parts of a content, a message with role"
-            " and content, or a list of such messages"
+            f"chat.say({content!r:.80}): give a text, a list of parts of a content, a message with"
+            " role and content, or a list of such messages"
         )
     return [dict(message) for message in messages]
 

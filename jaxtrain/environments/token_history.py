@@ -224,7 +224,8 @@ class TokenHistory:
     ) -> Prompt:
         """Build the prompt of the next turn. drawn: {index of a message: number of its turn}, in
         order. kwargs: variables of the chat template. most: tokens beyond which it is of no use.
-        images: those of the messages' markers, in order. Raises TemplateFailed, and PromptTooLong before such a text is tokenized."""
+        images: those of the messages' markers, in order. Raises TemplateFailed, and PromptTooLong
+        before such a text is tokenized."""
         if most is not None:
             texts = [m["content"] for m in messages if m["role"] != "assistant"]
             self._check_length(texts, most)
@@ -243,7 +244,10 @@ class TokenHistory:
             self._check_length(texts, most)
         runs = [self._tokens(piece) for piece in pieces]
         placed = [
-            (self.template.place(run, piece.images if isinstance(piece, ShownText) else ()), len(run))
+            (
+                self.template.place(run, piece.images if isinstance(piece, ShownText) else ()),
+                len(run),
+            )
             for run, piece in zip(runs, pieces, strict=True)
         ]
         tokens = [token for run in runs for token in run]
@@ -311,7 +315,9 @@ def _begins(prompt: Prompt, sequence: TokenSequence) -> bool:
         return False
     if prompt.images is None:
         return sequence.images is None
-    begun = [join_images([(x, count)], count) for x in (prompt.images.cut(0, count), sequence.images)]
+    begun = [
+        join_images([(x, count)], count) for x in (prompt.images.cut(0, count), sequence.images)
+    ]
     first, second = (token_keys(np.asarray(sequence.tokens), placed) for placed in begun)
     return np.array_equal(first, second)
 

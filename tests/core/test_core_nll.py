@@ -1,10 +1,12 @@
 """nll on a forest of three-token branches, against numbers worked out by hand."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtrain_kernels import LogProbs
 
 from jaxtrain.batch import Batch, check_batch
-from jaxtrain.core.losses.logp import token_logp
+from jaxtrain.core.losses.logp import exclude_tokens, token_logp
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.layers.stack import StackOutput
 
@@ -78,3 +80,24 @@ def test_an_impossible_target_does_not_spoil_the_others():
     assert scores.logp[0, 1] < -1e29
     # Row 0 without its second entry: 0.2 and 0.5 share what is left.
     np.testing.assert_allclose(scores.logp[0, 2:4], np.log([0.6, 0.5 / 0.7]), rtol=1e-5)
+
+
+def test_log_probs_without_some_tokens_are_those_of_the_others():
+    logits = 3 * jax.random.normal(jax.random.key(0), (2, 6, 30))
+    logits = logits.at[0, 0, 4].set(14.0)  # all but a hundred-thousandth of the whole
+    target, never = jnp.full((2, 6), 7), jnp.array([4, 11])
+    reference = [log_probs_of(logits.at[..., never].set(-jnp.inf), target)]
+    whole = log_probs_of(logits, target)
+    actual = exclude_tokens(whole, logits[..., never])
+    for name in ("logp", "entropy", "lse"):
+        gap = jnp.abs(getattr(actual, name) - getattr(reference[0], name))
+        assert gap[0, 0] < 0.05 and gap.at[0, 0].set(0).max() < 2e-5, name
+    unchanged = exclude_tokens(whole, jnp.full((2, 6, 2), -50.0))
+    assert jnp.array_equal(unchanged.logp, whole.logp), "below rounding"
+
+
+def log_probs_of(logits, target):
+    logp = jax.nn.log_softmax(logits)
+    entropy = -jnp.where(jnp.isfinite(logp), jnp.exp(logp) * logp, 0).sum(-1)
+    chosen = jnp.take_along_axis(logp, target[..., None], -1)[..., 0]
+    return LogProbs(chosen, entropy, jax.nn.logsumexp(logits, -1))

@@ -70,6 +70,8 @@ class FakeVllm:
         """{path of a control call, or "links": "stall" or "drip"}: never answered, or a byte at a
         time."""
         self.tokenize = None
+        self.expand = None
+        """(tokens with placeholders, their content_parts) -> tokens of the whole prompt."""
         self.sees_disk = True
         """Whether the trainer's folders are its own, too."""
         self.store = AdapterStore()
@@ -176,7 +178,10 @@ class FakeVllm:
             return web.json_response({"detail": "Forbidden"}, status=403)
         body = await request.json()
         params = body["sampling_params"]
-        drawn = await self._draw(request, body, body["token_ids"], params)
+        prompt = body["token_ids"]
+        if "content_parts" in body:
+            prompt = self.expand(prompt, body["content_parts"])
+        drawn = await self._draw(request, body, prompt, params)
         if isinstance(drawn, web.StreamResponse):
             return drawn
         tokens, labels, reason = drawn
@@ -187,7 +192,8 @@ class FakeVllm:
             entry["top_logprobs"] = [{"token_id": t, "logprob": p} for t, p in best.items()]
         choice = {"index": 0, "finish_reason": reason, "token_ids": tokens}
         choice |= {"weight_versions": spans, "logprobs": {"content": content}}
-        return web.json_response({"choices": [choice]})
+        echo = {"prompt_token_ids": prompt} if body.get("return_token_ids") else {}
+        return web.json_response({"choices": [choice], **echo})
 
     async def _complete(self, request):
         body = await request.json()

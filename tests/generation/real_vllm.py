@@ -15,8 +15,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from smolvlm_text import QWEN_TEMPLATE
 
 from jaxtrain.config import validate_config
+from jaxtrain.data.chat.control_tokens import add_tokens
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.models import build, families, saving
 
@@ -47,6 +49,71 @@ def make_model(folder: Path, seed: int, tied: bool) -> Path:
     config = families.config_from_hf(raw)
     saving.save(build.init(config, seed, param_dtype="float32"), config, folder)
     tokenizer.save_pretrained(folder)
+    return folder
+
+
+def make_vision_model(folder: Path) -> Path:
+    """Write a Qwen3-VL of three layers with a tower of three, and all files of its processor."""
+    tokenizer = load_tokenizer("builtin")
+    names = ("image_token_id", "video_token_id", "vision_start_token_id", "vision_end_token_id")
+    tokens = ("<|image_pad|>", "<|video_pad|>", "<|vision_start|>", "<|vision_end|>")
+    add_tokens(tokenizer, (), tokens)
+    tokenizer.chat_template = QWEN_TEMPLATE
+    raw = {
+        "model_type": "qwen3_vl",
+        "architectures": ["Qwen3VLForConditionalGeneration"],
+        "tie_word_embeddings": True,
+        "eos_token_id": tokenizer.eos_token_id,
+        **dict(zip(names, tokenizer.convert_tokens_to_ids(list(tokens)), strict=True)),
+        "text_config": {
+            "model_type": "qwen3_vl_text",
+            "vocab_size": 528,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 32,
+            "max_position_embeddings": 512,
+            "initializer_range": 0.2,
+            "tie_word_embeddings": True,
+            "rope_parameters": {
+                "rope_type": "default",
+                "rope_theta": 1e4,
+                "mrope_section": [6, 5, 5],
+                "mrope_interleaved": True,
+            },
+        },
+        "vision_config": {
+            "model_type": "qwen3_vl",
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "depth": 3,
+            "num_heads": 2,
+            "patch_size": 8,
+            "spatial_merge_size": 2,
+            "out_hidden_size": 64,
+            "num_position_embeddings": 64,
+            "initializer_range": 0.2,
+            "deepstack_visual_indexes": [0, 2],
+        },
+    }
+    settings = {
+        "image_processor_type": "Qwen2VLImageProcessor",
+        "processor_class": "Qwen3VLProcessor",
+        "patch_size": 8,
+        "merge_size": 2,
+        "temporal_patch_size": 2,
+        "size": {"shortest_edge": 1024, "longest_edge": 16384},
+        "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3,
+    }
+    config = families.config_from_hf(raw)
+    saving.save(build.init(config, 0, param_dtype="float32"), config, folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    settings["video_processor_type"] = "Qwen3VLVideoProcessor"
+    (folder / "video_preprocessor_config.json").write_text(json.dumps(settings))
     return folder
 
 

@@ -176,7 +176,9 @@ def parse_answer(
     if not isinstance(choices, list) or len(choices) != 1 or not isinstance(choices[0], dict):
         raise GarbageAnswer(f"no list of one choice: {_short(raw)}")
     if echo is not None and (read := answer.get("prompt_token_ids")) != echo:
-        count = f"{len(read)} tokens" if isinstance(read, list) else "a prompt that it does not show"
+        count = (
+            f"{len(read)} tokens" if isinstance(read, list) else "a prompt that it does not show"
+        )
         raise UserError(
             f"of a prompt of {len(echo)} tokens with images the server makes {count}, so it would"
             " answer something else than is trained; start it with a folder whose tokenizer,"

@@ -1,0 +1,179 @@
+"""Prompts with images for vLLM: what is sent, and that the server reads our tokens and pixels."""
+
+import asyncio
+import base64
+import dataclasses
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+from fake_vllm import STOP, FakeVllm
+from real_vllm import CLOSE, PYTHON, RealServer, change, make_config, make_vision_model
+from smolvlm_text import QWEN_TEMPLATE, draw, open_tokenizer
+from test_generation_vllm import ANSWER, DRAW, opened
+
+from jaxtrain.core.bundle import build_model_bundle
+from jaxtrain.core.losses.logp import token_logp
+from jaxtrain.core.step import take_micro
+from jaxtrain.core.weights import abstract_params, open_params
+from jaxtrain.data.chat.control_tokens import add_tokens, encode
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.images.decode import decode
+from jaxtrain.data.images.format import read_format
+from jaxtrain.data.packing.pack import BARE, MIN_SCORING_ROW, lay_out, pack_for_scoring
+from jaxtrain.data.packing.tree import chain, join_images
+from jaxtrain.environments.single_turn import SingleTurn
+from jaxtrain.errors import UserError
+from jaxtrain.generation.episode_engine import open_view
+from jaxtrain.generation.vllm.factory import open_vllm
+from jaxtrain.generation.vllm.images import PromptImages
+from jaxtrain.methods.offline import open_images
+
+SIZES = ((40, 30), (31, 64), (16, 16), (40, 30))
+QWEN = {"model_type": "qwen3_vl", "vision_config": {"patch_size": 8, "spatial_merge_size": 2}}
+TOKENS = ("<|image_pad|>", "<|vision_start|>", "<|vision_end|>")
+
+
+def open_qwen(folder):
+    tokenizer = load_tokenizer("builtin")
+    add_tokens(tokenizer, (), TOKENS)
+    tokenizer.chat_template = QWEN_TEMPLATE
+    tokenizer.image_format = read_format(None, QWEN, tokenizer)
+    return tokenizer
+
+
+def read_prompt(tokenizer, *sizes):
+    """Return (tokens, images in their places) of a question about noise of these sizes."""
+    images = [{"type": "image", "image": draw(*size)} for size in sizes]
+    texts = [{"type": "text", "text": text} for text in ("One:", " two:", " three:", " four:")]
+    parts = [part for pair in zip(texts, images, strict=False) for part in pair]
+    messages = [{"role": "user", "content": [*parts, {"type": "text", "text": "What?"}]}]
+    return SingleTurn(tokenizer).read({"prompt": messages})[1:]
+
+
+def open_part(part):
+    return decode(base64.b64decode(part["url"].partition(",")[2]))
+
+
+@pytest.mark.parametrize("open_kind", [open_tokenizer, open_qwen])
+def test_the_server_gets_a_placeholder_and_the_pixels_of_each_image(open_kind, tmp_path):
+    """As a server does: each placeholder becomes the tokens of a picture of the size that was
+    sent. They are ours, and the picture is cut into our patches."""
+    tokenizer = open_kind(tmp_path)
+    image_format = tokenizer.image_format
+    placeholder = tokenizer.convert_tokens_to_ids(image_format.placeholder)
+    tokens, placed = read_prompt(tokenizer, *SIZES)
+
+    def expand(sent, parts):
+        texts = iter(encode(tokenizer, image_format.expand(open_part(x).size)) for x in parts)
+        return [t for token in sent for t in (next(texts) if token == placeholder else [token])]
+
+    fake = FakeVllm()
+    fake.expand = expand
+    with opened([fake]) as (engine, servers, _):
+        engine.images, engine.never = PromptImages(tokenizer), (placeholder,)
+        view = open_view(engine, media={image_format.token: "image_token_id"})
+
+        async def ask(**options):
+            try:
+                return await view.generate(tokens, DRAW, (STOP,), images=placed, **options)
+            finally:
+                await engine.close()
+
+        fake.length = len(tokens) + 4
+        answer = asyncio.run(ask())
+        assert answer.finish_reason == "stop" and answer.tokens[-1] == STOP != ANSWER[0]
+        fake.expand = lambda sent, parts: [*expand(sent, parts), 7]
+        with pytest.raises(
+            UserError, match=f"{len(tokens)} tokens with images .* {len(tokens) + 1}"
+        ):
+            asyncio.run(ask())
+        servers.all[0].route = "/v1/completions"
+        with pytest.raises(UserError, match="--enable-scale-out"):
+            asyncio.run(ask())
+    body = fake.asked[0]
+    assert body["token_ids"].count(placeholder) == len(SIZES) == len(body["content_parts"])
+    assert body["sampling_params"]["logit_bias"] == {str(placeholder): -100.0}
+    parts = body["content_parts"]
+    assert parts[0] == parts[3] and len({part["uuid"] for part in parts}) == 3
+    for part, size in zip(parts, SIZES, strict=True):
+        ours, sent = (image_format.cut(x) for x in (decode(draw(*size)), open_part(part)))
+        for expected, actual in zip(ours, sent, strict=True):
+            np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.fixture(scope="module")
+def vision_server(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vision")
+    server = RealServer(make_vision_model(folder / "model"), "full", folder / "server.log")
+    yield server
+    server.kill(signal.SIGTERM)
+
+
+def score(model, packer, tokens, placed, count):
+    """Return the trainer's log-probs of the last `count` tokens."""
+    tree = lay_out(chain(np.asarray(tokens, np.int32), {}))
+    if placed is not None:
+        images = join_images([(placed, len(placed.slot))], len(tokens))
+        tree = dataclasses.replace(tree, images=images)
+    fields = dataclasses.replace(BARE, images=packer)
+    ((batch, ((_, row, start),)),) = pack_for_scoring(
+        [tree], rows=1, share_rows=False, row_tokens=MIN_SCORING_ROW, fields=fields
+    )
+    logp = token_logp(model, take_micro(batch, 0), drawable=True).logp
+    return np.asarray(logp)[row, start + len(tokens) - count : start + len(tokens)]
+
+
+@pytest.mark.slow
+@pytest.mark.vllm
+@pytest.mark.skipif(
+    not Path(PYTHON or "/nowhere").is_file(),
+    reason="JAXTRAIN_VLLM_PYTHON does not name the Python of an environment with vLLM",
+)
+def test_served_answers_to_images_have_the_trainers_log_probs(vision_server, tmp_path):
+    """Also of a tower that has changed alone: nothing of the old one is left in any cache."""
+    config = make_config(vision_server, tmp_path, "full", weight_dtype="float32")
+    vision = config.model.vision.model_copy(update={"train": "all"})
+    config = config.model_copy(update={"model": config.model.model_copy(update={"vision": vision})})
+    bundle = build_model_bundle(config)
+    packer = open_images(config, bundle.tokenizer, 512)
+    rebuild, params = abstract_params(bundle)[1], open_params(bundle, 0)
+    sizes = [(), ((48, 64),), ((80, 40),), ((48, 64), (97, 51)), ((200, 190), (300, 40))]
+    prompts = [read_prompt(bundle.tokenizer, *listed) for listed in sizes] * 2
+    engine, publisher = open_vllm(config, bundle)
+    never = bundle.architecture.never_drawn
+
+    async def ask():
+        calls = [
+            engine.generate(tokens, config.sampling, (), index, images=placed)
+            for index, (tokens, placed) in enumerate(prompts)
+        ]
+        try:
+            return await asyncio.gather(*calls)
+        finally:
+            await engine.close()
+
+    def compare(params, version):
+        gaps = []
+        for (tokens, placed), answer in zip(prompts, asyncio.run(ask()), strict=True):
+            assert {*answer.versions} == {version} and not {*answer.tokens} & {*never}
+            whole, count = [*tokens, *answer.tokens], len(answer.tokens)
+            expected = score(rebuild(params), packer, whole, placed, count)
+            gaps.append(np.abs(expected - answer.logprobs).max())
+        return gaps
+
+    try:
+        publisher.publish(0, params, None)
+        assert max(compare(params, 0)) < CLOSE
+        tower = {
+            name: change({name: array}, 0.5, 1)[name] if name.startswith("vision.") else array
+            for name, array in params.items()
+        }
+        publisher.publish(1, tower, None)
+        gaps = compare(tower, 1)
+        print(gaps)
+        assert max(gaps) < CLOSE
+        assert min(compare(params, 1)[1:5]) > 10 * CLOSE, "the towers differ"
+    finally:
+        publisher.close()
