@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from tiny_vision import VISION
 
 from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.config import validate_config
@@ -25,6 +26,9 @@ RAW["towers"] = {
     "model_type": "qwen3_5_moe",
     "text_config": RAW["qwen3_5_moe"],
 }
+
+
+RAW["pictures"] = {**VISION["qwen3_vl"], "architectures": ["Qwen3VLForConditionalGeneration"]}
 
 
 def config_of(**vllm):
@@ -126,3 +130,10 @@ def test_serve_refuses_a_mixture_on_a_cpu_by_its_config_json(monkeypatch, tmp_pa
         else:
             serve.main()
     assert len(started) == 1
+
+
+def test_an_adapter_of_what_reads_images_is_refused():
+    for target in ("tower", "projector"):
+        with pytest.raises(UserError, match=r"reaches vision\..* name only Linears of the text"):
+            check("pictures", GIVEN, target)
+    check("pictures", GIVEN)

@@ -41,6 +41,8 @@ function = "{folder}/judge.py:judge"
 every = 3
 sets = [{{ path = "{folder}/train.jsonl", k = 2 }}]
 """
+WALKING = RUN.partition("[[rewards]]")[0].replace("128", "256").replace("steps = 3", "steps = 2")
+GAP = "sampling/sampling_logp_difference/max"
 JUDGE = '''
 import json
 from pathlib import Path
@@ -101,8 +103,7 @@ def check_run(lines, output):
     """Require the sampler's log-probs to be the trainer's, as they are for the same pixels, places
     and rotations; and rewards to get the parts of messages."""
     folder = output.parent
-    name = "sampling/sampling_logp_difference/max"
-    gaps = [line[name] for line in lines if name in line]
+    gaps = [line[GAP] for line in lines if GAP in line]
     assert gaps and max(gaps) < 1e-4, gaps
     seen = [json.loads(line) for line in (folder / "seen.jsonl").read_text().splitlines()]
     assert all(
@@ -135,6 +136,54 @@ def test_a_run_of_a_folder_draws_answers_to_pictures(name, tmp_path):
     write_rows(tmp_path)
     model = FOLDER.replace("{tokens}", json.dumps(tokens))
     check_run(*run(tmp_path, model, template))
+
+
+WALK = '''
+from pathlib import Path
+
+
+def picture(name):
+    return {"type": "image", "image": (Path(__file__).parent / f"{name}.png").read_bytes()}
+
+
+async def walk(row, chat):
+    """Show a picture after every action: by the number of letters, and the first one again."""
+    chat.say(row["prompt"])
+    for turn in range(3):
+        answer = await chat.draw()
+        chat.reward(sum(letter in "aeiou" for letter in answer))
+        shown = picture(len(answer) % 4) if turn == 1 else picture(row["answer"])
+        chat.say([{"type": "text", "text": "Now:"}, shown])
+    await chat.draw()
+    return 0.0
+'''
+
+
+@pytest.mark.parametrize(
+    "history", ["tokens", pytest.param("template", marks=pytest.mark.thorough)]
+)
+def test_an_environment_shows_a_picture_after_every_action(history, tmp_path):
+    """Each token has the log-prob in the trainer's rows, several sequences in a tree with pictures
+    in common, that it had when it was drawn behind its own history."""
+    write_rows(tmp_path)
+    rows = [{"prompt": "Go.", "answer": str(number)} for number in range(4)]
+    (tmp_path / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (tmp_path / "walk.py").write_text(WALK)
+    env = f"""
+[env]
+kind = "{tmp_path}/walk.py:walk"
+history = "{history}"
+"""
+    (tmp_path / "smolvlm.jinja").write_text(TEMPLATE)
+    (tmp_path / "config.toml").write_text((SMOLVLM + WALKING).format(folder=tmp_path) + env)
+    output = tmp_path / "run"
+    assert main(["--config", str(tmp_path / "config.toml"), f"run.output_dir={output}"]) == 0
+    lines = list(map(json.loads, (output / "metrics.jsonl").read_text().splitlines()))
+    gaps = [line[GAP] for line in lines if GAP in line]
+    assert gaps and max(gaps) < 1e-4, gaps
+    samples = list(map(json.loads, (output / "samples.jsonl").read_text().splitlines()))
+    shown = [message["content"] for message in samples[0]["completion"][1::2]]
+    assert all([part["type"] for part in parts] == ["text", "image"] for parts in shown)
 
 
 def test_verbs_answer_and_score_prompts_with_pictures(smolvlm, capsys):

@@ -95,7 +95,9 @@ def open_vllm(
             servers = open_servers(config, bundle, log, stack)
             replay = config.rollout.router_replay
             routes = route_shape(bundle.architecture) if replay else None
-            reads = getattr(bundle.tokenizer, "image_format", None) is not None
+            # Of Gemma 3, whose placeholders merge with the text around, vLLM gets text alone.
+            blocks = bundle.architecture.image_blocks
+            reads = getattr(bundle.tokenizer, "image_format", None) is not None and not blocks
             engines = {
                 name: VllmEngine(
                     servers,

@@ -74,6 +74,13 @@ def check_modules(architecture: str, linears: Linears, paths: Iterable[str]) -> 
     """Raise UserError for Linears on which vLLM's class supports no adapter, or only half of
     one."""
     for path in paths:
+        if path.startswith("vision."):
+            raise UserError(
+                f"rollout.vllm.sync lora: adapter.target reaches {path}, and vLLM leaves out the"
+                " adapter of what reads images; name only Linears of the text in adapter.target, or"
+                ' train all weights: adapter.kind "none" with model.vision.train and'
+                ' rollout.vllm.sync "full" or "delta"'
+            )
         if linears[path].preset == ROUTER:
             raise UserError(
                 f"rollout.vllm.sync lora: adapter.target reaches {path}, a router, of which vLLM"
