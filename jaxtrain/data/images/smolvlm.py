@@ -106,7 +106,7 @@ class TiledFormat(ImageFormat):
     def resize(self, picture: "Picture") -> "Picture":
         first, second = self._sizes(picture.size)
         picture = picture.resize(first, self.resample)
-        return picture.resize(second if self.splits else (self.tile,) * 2, self.resample)
+        return picture.resize(second if self.splits else (self.tile, self.tile), self.resample)
 
     @override
     def segments(self, picture: "Picture") -> list[np.ndarray]:
