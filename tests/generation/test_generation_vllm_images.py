@@ -72,7 +72,7 @@ def test_the_server_gets_a_placeholder_and_the_pixels_of_each_image(open_kind, t
     fake = FakeVllm()
     fake.expand = expand
     with opened([fake]) as (engine, servers, _):
-        engine.images, engine.never = PromptImages(tokenizer), (placeholder,)
+        engine.images = PromptImages(tokenizer, (placeholder,))
         view = open_view(engine, media={image_format.token: "image_token_id"})
 
         async def ask(**options):

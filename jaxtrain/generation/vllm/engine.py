@@ -124,6 +124,8 @@ class VllmEngine:
     """
 
     reports_likely = True
+    images = PromptImages()
+    """Writer of prompts with images; whoever opens the engine sets that of a model with images."""
 
     def __init__(
         self,
@@ -135,16 +137,13 @@ class VllmEngine:
         group_size: int | None = None,
         kept_servers: KeptServers | None = None,
         policy: str = "",
-        images: PromptImages | None = None,
-        never: Sequence[int] = (),
     ):
         """routes: request the experts of each token, and fail if a server does not report them.
         group_size: this many consecutive indices share a prompt, form a session, and prefer one
         server; None: every request goes to the least loaded one. kept_servers: use these servers
         alone, and draw all tokens with the version that they keep. policy: draw with this policy's
-        adapters. images: writes prompts with images; None: they are text. never: tokens that are
-        not drawn."""
-        self.policy, self.images, self.never = policy, images, tuple(never)
+        adapters."""
+        self.policy = policy
         self.servers, self.adapters, self.first_pause = servers, adapters, first_pause
         self.routes, self.group_size, self.kept_servers = routes, group_size, kept_servers
         self._connections: dict[asyncio.AbstractEventLoop, LoopConnection] = {}
@@ -153,7 +152,7 @@ class VllmEngine:
     @property
     def reads_images(self) -> bool:
         """True if prompts may hold images."""
-        return self.images is not None
+        return self.images.tokenizer is not None
 
     @property
     def version(self) -> int:
@@ -166,16 +165,16 @@ class VllmEngine:
         kept_servers = self.servers.keep(self.servers.config.eval_servers)
         if not kept_servers:
             return None
-        return VllmEngine(
+        engine = VllmEngine(
             self.servers,
             adapters=self.adapters,
             first_pause=self.first_pause,
             routes=self.routes,
             group_size=self.group_size,
             kept_servers=KeptServers(self.servers, kept_servers),
-            images=self.images,
-            never=self.never,
         )
+        engine.images = self.images
+        return engine
 
     def release(self) -> None:
         """Return the kept servers to training."""
@@ -215,7 +214,6 @@ class VllmEngine:
         failed: VllmServer | None = None
         sent: SentPrompt | None = None
         if images is not None:
-            assert self.images is not None, "reads_images says so"
             # Decodes pictures: other requests go on meanwhile.
             sent = await asyncio.to_thread(self.images.write, prompt, images)
         async with connection.room:
@@ -237,7 +235,7 @@ class VllmEngine:
                         likely=likely,
                         masks=masks,
                         images=sent and sent._replace(tokens=[*sent.tokens, *tokens]),
-                        never=self.never,
+                        never=self.images.never,
                     )
                     answer, drawn = await self._request(connection, server, part)
                 except AnswerLost as lost:

@@ -98,6 +98,8 @@ def open_vllm(
             # Of Gemma 3, whose placeholders merge with the text around, vLLM gets text alone.
             blocks = bundle.architecture.image_blocks
             reads = getattr(bundle.tokenizer, "image_format", None) is not None and not blocks
+            never = bundle.architecture.never_drawn
+            images = PromptImages(bundle.tokenizer if reads else None, never)
             engines = {
                 name: VllmEngine(
                     servers,
@@ -105,11 +107,11 @@ def open_vllm(
                     routes=routes,
                     group_size=config.rollout.group_size,
                     policy=name,
-                    images=PromptImages(bundle.tokenizer) if reads else None,
-                    never=bundle.architecture.never_drawn,
                 )
                 for name in policies or ("",)
             }
+            for member in engines.values():
+                member.images = images
             engine = combine_engines(engines) if policies else engines[""]
             folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
             if adapters:

@@ -38,9 +38,12 @@ class SentPrompt(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class PromptImages:
-    """Writer of prompts for one model. Picklable. tokenizer: with the format of its images."""
+    """Writer of prompts for one model. Picklable."""
 
-    tokenizer: Any
+    tokenizer: Any = None
+    """With the format of the model's images; None: prompts are text."""
+    never: tuple[int, ...] = ()
+    """Tokens of images and videos, which are not drawn."""
 
     def write(self, tokens: Sequence[int], placed: PlacedImages) -> SentPrompt:
         """Return what is sent for tokens that begin with those of `placed`; UserError for an image

@@ -201,9 +201,8 @@ class RemoteVllm:
             adapters=settings["adapters"],
             routes=None if routes is None else RouteShape(**routes),
             group_size=settings["group_size"],
-            images=settings["images"],
-            never=settings["never"],
         )
+        self.engine.images = settings["images"]
         self.update, self.reports = self.pool.update, self.pool.reports
 
 
@@ -217,7 +216,6 @@ def share(engine: VllmEngine, workers: int) -> SharedServers:
         "routes": None if engine.routes is None else engine.routes._asdict(),
         "group_size": engine.group_size,
         "images": engine.images,
-        "never": engine.never,
     }
     return SharedServers(
         TableSender(engine.servers), "jaxtrain.generation.vllm.remote:RemoteVllm", settings
