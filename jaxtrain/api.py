@@ -204,7 +204,7 @@ class Model:
         if draft is not None:
             self.require_next_token()
             bundle = self.snapshot.roles.bundle
-            model = DraftedModel(model, open_draft(draft, bundle, self.mesh, "the draft"))
+            model = DraftedModel(model, open_draft(draft, bundle, self.mesh, "--draft", model))
         memory = (next(iter(self.mesh.local_devices)).memory_stats() or {}).get("bytes_limit", 0)
         rows = choose_rows(model, memory) if self.open_sampler is None else SAMPLING_ROWS[0]
         max_batch = min(rows, max_batch or rows)

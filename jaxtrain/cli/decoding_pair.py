@@ -59,9 +59,10 @@ class DecodingPair:
         self.model, self.sampling, self.raw = model, sampling, raw
         model.require_next_token()
         parts = model.snapshot.roles.bundle
-        self.draft = open_draft(draft, parts, model.mesh, "--draft")
+        target = model.snapshot.model()
+        self.draft = open_draft(draft, parts, model.mesh, "--draft", target)
         with jax.set_mesh(model.mesh):
-            self.target = unstack(model.snapshot.model())
+            self.target = unstack(target)
 
     def encode(self, prompt_set: EvalPrompt) -> list[list[int]]:
         """Tokens of each prompt; UserError for one that cannot be written or leaves no room."""

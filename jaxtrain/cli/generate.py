@@ -87,7 +87,8 @@ def run_generate(argv: list[str]) -> None:
     parser.add_argument(
         "--draft",
         type=os.path.expanduser,
-        help="folder of a draft model (dflash, eagle3): the same answers, decoded speculatively",
+        help="folder of a draft model (dflash, eagle3), or mtp, the model's own head: the same"
+        " answers, decoded speculatively",
     )
     parser.add_argument(
         "--servers",

@@ -72,7 +72,7 @@ def run_serve(argv: list[str]) -> None:
         " new; 0: none; default: a quarter of --max-num-seqs",
     )
     parser.add_argument(
-        "--draft", type=os.path.expanduser, help="folder of a draft model (dflash, eagle3)"
+        "--draft", type=os.path.expanduser, help="folder of a draft model (dflash, eagle3), or mtp"
     )
     parser.add_argument(
         "--lora",

@@ -37,7 +37,7 @@ def run_speculate(argv: list[str]) -> None:
         " dataset.split=test (of --input) and the like",
     )
     parser.add_argument(
-        "--draft", type=os.path.expanduser, required=True, help="folder of a draft model"
+        "--draft", type=os.path.expanduser, required=True, help="folder of a draft model, or mtp"
     )
     parser.add_argument(
         "--set",

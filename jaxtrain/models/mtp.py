@@ -16,21 +16,33 @@ Shapes: B rows, T tokens, D features.
 import dataclasses
 import sys
 from collections.abc import Collection
-from typing import Any, cast
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
+from typing_extensions import override
 
 from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Linear
 from jaxtrain.layers.rope import angles
 from jaxtrain.layers.stack import DecodingStates, Stack, StackInputs
-from jaxtrain.models.decoder import DecoderOptions, EmbeddingAndHead
+from jaxtrain.models.decoder import (
+    CachedStack,
+    DecoderCache,
+    DecoderOptions,
+    EmbeddingAndHead,
+    place_new,
+)
 from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.draft import Draft
 from jaxtrain.models.mtp_form import MTPForm
+
+NUM_DRAFTED = 2
+"""Tokens that a head guesses when it drafts: the second one from its own state."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,8 +64,10 @@ class MTPHead:
         return PredictionHead(config, options, rngs)
 
 
-class PredictionHead(nnx.Module):
-    """The head of a Decoder, whose embedding and output projection it borrows."""
+class PredictionHead(CachedStack):
+    """The head of a Decoder, whose embedding and output projection it borrows.
+
+    As a CachedStack it has the states of pairs."""
 
     def __init__(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs):
         head, init = config.mtp, options.layer_init(config, rngs)
@@ -154,3 +168,112 @@ def with_head(
     )
     head = MTPHead(form, config.inner_config(names), drawn and tensors is not None, copies)
     return dataclasses.replace(config, mtp=head, **config.count_heads())
+
+
+class HeadPart(nnx.Module):
+    """The head alone, under the paths that it has in the whole model."""
+
+    def __init__(self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs):
+        self.mtp = PredictionHead(config, options, rngs)
+
+
+class HeadCache(NamedTuple):
+    """State of the tokens that were read."""
+
+    pairs: DecoderCache
+    """Cache of the pairs, one less than tokens."""
+    pending: jax.Array
+    """[B, D] state of the last token, whose pair waits for the next one."""
+    length: jax.Array
+    """int32 [B]: tokens."""
+
+
+class HeadDraft(Draft):
+    """The head as a draft of its model, with the interface of models.draft: it reads its own state
+    and guess to guess further ahead."""
+
+    def __init__(self, head: PredictionHead, num_layers: int):
+        """num_layers: layers of the model, of which it reads the last."""
+        self.head, self.capture = head, (num_layers - 1,)
+        self.num_drafted = NUM_DRAFTED
+        self.stored: tuple[tuple[str, str], ...] = ()
+
+    @property
+    def compute_dtype(self) -> Any:
+        """Dtype of activations and matmuls."""
+        return self.head.compute_dtype
+
+    def unstack(self) -> Self:
+        """Return this draft with its blocks stored separately."""
+        self.head.unstack()
+        return self
+
+    def step_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
+        raise AssertionError("a head trains beside its model, not as a draft")
+
+    @override
+    def init_cache(self, rows: int, slots: int, dtype: Any = None) -> HeadCache:
+        pairs = self.head.init_cache(rows, slots + self.num_drafted, dtype)
+        width = self.head.norm.scale[...].shape[-1]
+        return HeadCache(
+            pairs, jnp.zeros((rows, width), self.compute_dtype), jnp.zeros(rows, jnp.int32)
+        )
+
+    @override
+    def grow_cache(self, cache: HeadCache, rows: int, slots: int) -> HeadCache:
+        extra = rows - len(cache.length)
+        return HeadCache(
+            self.head.grow_cache(cache.pairs, rows, slots + self.num_drafted),
+            jnp.pad(cache.pending, ((0, extra), (0, 0))),
+            jnp.pad(cache.length, (0, extra)),
+        )
+
+    @override
+    def insert(
+        self, cache: HeadCache, rows_R: jax.Array, filled: HeadCache, source_R: jax.Array
+    ) -> HeadCache:
+        return HeadCache(
+            self.head.insert(cache.pairs, rows_R, filled.pairs, source_R),
+            cache.pending.at[rows_R].set(filled.pending[source_R], mode="drop"),
+            cache.length.at[rows_R].set(filled.length[source_R], mode="drop"),
+        )
+
+    @override
+    def read(
+        self,
+        cache: HeadCache,
+        target: EmbeddingAndHead,
+        tokens_BT: jax.Array,
+        states_BTF: jax.Array,
+        counts_B: jax.Array,
+    ) -> HeadCache:
+        T = tokens_BT.shape[1]
+        hidden_BTD = target.norm(states_BTF).astype(self.compute_dtype)
+        before_BTD = jnp.concatenate([cache.pending[:, None], hidden_BTD[:, :-1]], axis=1)
+        # The first token of a text has no pair: its row begins with the second one.
+        first_B = (cache.length == 0).astype(jnp.int32)
+        index_BT = jnp.minimum(jnp.arange(T, dtype=jnp.int32) + first_B[:, None], T - 1)
+        before_BTD = jnp.take_along_axis(before_BTD, index_BT[:, :, None], axis=1)
+        paired_BT = jnp.take_along_axis(tokens_BT, index_BT, axis=1)
+        start_B = cache.pairs.length
+        end_B = start_B + jnp.maximum(counts_B - first_B, 0)
+        context, decoding = place_new(start_B, end_B, T)
+        known = DecodingStates(cache.pairs.states, decoding)
+        _, _, states = self.head(before_BTD, target.embed(paired_BT), context, known)
+        last_B11 = jnp.maximum(counts_B - 1, 0)[:, None, None]
+        last_BD = jnp.take_along_axis(hidden_BTD, last_B11, axis=1)[:, 0]
+        pending_BD = jnp.where(counts_B[:, None] > 0, last_BD, cache.pending)
+        return HeadCache(DecoderCache(states, end_B), pending_BD, cache.length + counts_B)
+
+    @override
+    def propose(self, cache: HeadCache, target: EmbeddingAndHead, token_B: jax.Array) -> jax.Array:
+        states, state_BD, guesses = cache.pairs.states, cache.pending, []
+        for number in range(self.num_drafted):
+            start_B = cache.pairs.length + number
+            context, decoding = place_new(start_B, start_B + 1, 1)
+            known, embedded_B1D = DecodingStates(states, decoding), target.embed(token_B[:, None])
+            normed, fed, states = self.head(state_BD[:, None], embedded_B1D, context, known)
+            state_BD = fed[:, 0]
+            token_B = target.logits(normed[:, 0]).argmax(-1).astype(jnp.int32)
+            guesses.append(token_B)
+        return jnp.stack(guesses, axis=1)

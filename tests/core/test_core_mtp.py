@@ -93,7 +93,7 @@ def test_a_decoupled_head_trains_and_the_model_moves_as_without_it(tmp_path, cap
     assert all(stale[name].tobytes() == after[name].tobytes() for name in heads)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_head_trains_beside_rl(tmp_path):
     task = '[task]\nkind = "rl"\n[rollout]\nprompts_per_step = 2\ngroup_size = 4\n'
     data = SFT.replace("max_steps = 3", "max_steps = 2").replace('too_long = "truncate"', "")

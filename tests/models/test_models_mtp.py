@@ -202,6 +202,7 @@ def grads_of(model, batch, head=None):
     return sums, {path: np.asarray(leaf.get_value()) for path, leaf in flat.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", families_of())
 def test_a_decoupled_head_leaves_every_gradient_bit_of_the_model_as_it_is(references, name):
     model, config = open_model(references(name).folder)
@@ -228,6 +229,7 @@ def build_without(config, model):
     return nnx.merge(graph, nnx.from_flat_state(flat))
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", families_of("qwen3_5", "deepseek_v3"))
 def test_a_joint_head_has_the_gradients_of_torch(references, name):
     """The document alone: loss of the head, through the states, the embedding and the output
@@ -261,6 +263,7 @@ def test_a_joint_head_has_the_gradients_of_torch(references, name):
         np.testing.assert_allclose(grads[path], grad, rtol=2e-3, atol=2e-4, err_msg=path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", families_of("qwen3_5", "deepseek_v3"))
 def test_a_tree_trains_the_head_as_its_branches_alone(references, name):
     """Loss and every gradient, joint; tokens that two branches share count twice in the tree."""

@@ -2,6 +2,7 @@
 the draft that a run trains."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 
@@ -11,10 +12,11 @@ from jaxtrain.core.roles import ModelSnapshot
 from jaxtrain.errors import UserError
 from jaxtrain.generation.local.slots import unstack
 from jaxtrain.generation.local.weights import Copier
+from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.models import build, families, loading
 from jaxtrain.models.capabilities import require_trials
 from jaxtrain.models.draft import BaseDraftConfig, Draft, check_target
-from jaxtrain.models.parameters import Params
+from jaxtrain.models.parameters import Params, split_model
 
 
 def check_draft(name: str, target: ModelBundle, key: str) -> None:
@@ -36,8 +38,14 @@ def check_draft(name: str, target: ModelBundle, key: str) -> None:
     require_trials(build.abstract(target.architecture), key)
 
 
-def open_draft(name: str, target: ModelBundle, mesh: jax.sharding.Mesh, key: str) -> Draft:
-    """Load the draft on `mesh`, in the target's compute dtype; UserError as check_draft."""
+def open_draft(
+    name: str, target: ModelBundle, mesh: jax.sharding.Mesh, key: str, model: Any = None
+) -> Draft:
+    """Load the draft on `mesh`, in the target's compute dtype; UserError as check_draft. "mtp": the
+    target's multi-token prediction head, that of `model` if it has one."""
+    if name == "mtp":
+        with jax.set_mesh(mesh):
+            return unstack(open_head(target, mesh, key, model))
     check_draft(name, target, key)
     dtype = target.options["dtype"]
     draft = loading.load(
@@ -46,6 +54,28 @@ def open_draft(name: str, target: ModelBundle, mesh: jax.sharding.Mesh, key: str
     assert isinstance(draft, Draft)
     with jax.set_mesh(mesh):
         return unstack(draft)
+
+
+def open_head(target: ModelBundle, mesh: jax.sharding.Mesh, key: str, model: Any) -> Draft:
+    """Return the head of `model`, else that of the target's folder, as a draft; UserError where
+    there is none."""
+    from jaxtrain.models.mtp import HeadDraft, HeadPart, with_head
+
+    config = target.architecture
+    require_trials(build.abstract(config), key)
+    if config.mtp is not None:
+        return HeadDraft(model.mtp, config.num_hidden_layers)
+    tensors = open_folder(target.folder).tensors if target.folder is not None else {}
+    config = with_head(config, tensors, key)
+    if config.mtp.drawn:
+        raise UserError(
+            f"{key} mtp: the model's folder has no multi-token prediction head; train one with"
+            " model.mtp.train, or name the folder of a draft"
+        )
+    options = {"param_dtype": target.options["dtype"], "dtype": target.options["dtype"]}
+    part = build.abstract(config, HeadPart, **options)
+    params = dict(loading.read_params(target.folder, mesh, config, part=HeadPart, **options))
+    return HeadDraft(split_model(part)[1](params).mtp, config.num_hidden_layers)
 
 
 def make_draft_copier(mesh: jax.sharding.Mesh) -> Callable[[ModelSnapshot], Params]:
