@@ -9,8 +9,8 @@ import pytest
 from test_generation_speculation import KINDS, LENGTHS, ask, check_same, open_sampler
 
 from jaxtrain.batch import Batch
-from jaxtrain.generation.local.speculation import DraftedModel
 from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.generation.local.speculation import DraftedModel
 from jaxtrain.main import main
 from jaxtrain.models import build, families, saving
 from jaxtrain.models.mtp import HeadDraft, with_head
