@@ -65,16 +65,16 @@ def open_head(target: ModelBundle, mesh: jax.sharding.Mesh, key: str, model: Any
     require_trials(build.abstract(config), key)
     if config.mtp is not None:
         return HeadDraft(model.mtp, config.num_hidden_layers)
-    tensors = open_folder(target.folder).tensors if target.folder is not None else {}
-    config = with_head(config, tensors, key)
-    if config.mtp.drawn:
+    folder = target.folder
+    config = with_head(config, {} if folder is None else open_folder(folder).tensors, key)
+    if folder is None or config.mtp.drawn:
         raise UserError(
             f"{key} mtp: the model's folder has no multi-token prediction head; train one with"
             " model.mtp.train, or name the folder of a draft"
         )
     options = {"param_dtype": target.options["dtype"], "dtype": target.options["dtype"]}
     part = build.abstract(config, HeadPart, **options)
-    params = dict(loading.read_params(target.folder, mesh, config, part=HeadPart, **options))
+    params = dict(loading.read_params(folder, mesh, config, part=HeadPart, **options))
     return HeadDraft(split_model(part)[1](params).mtp, config.num_hidden_layers)
 
 
