@@ -17,7 +17,7 @@ def test_the_command_line_is_up_to_date():
     assert page == render_commands(), "run `make docs`"
     for name in VERBS:
         assert f"\n## {name}\n" in page
-    assert "| `--draft` | DRAFT | required; folder of a draft model |" in page
+    assert "| `--draft` | DRAFT | required; folder of a draft model, or mtp |" in page
 
 
 def test_every_method_has_a_row_in_the_supported_matrix():
