@@ -23,6 +23,7 @@ from jaxtrain.batch import RouteShape
 from jaxtrain.config.vllm import VllmConfig
 from jaxtrain.generation.engine import Sampling, SharedServers
 from jaxtrain.generation.vllm.engine import VllmEngine
+from jaxtrain.generation.vllm.images import PromptImages
 from jaxtrain.generation.vllm.inspector import Inspector
 from jaxtrain.generation.vllm.pool import Pool
 from jaxtrain.generation.vllm.server import VllmServer
@@ -202,7 +203,7 @@ class RemoteVllm:
             routes=None if routes is None else RouteShape(**routes),
             group_size=settings["group_size"],
         )
-        self.engine.images = settings["images"]
+        self.engine.images = PromptImages(never=tuple(settings["never"]))
         self.update, self.reports = self.pool.update, self.pool.reports
 
 
@@ -215,7 +216,7 @@ def share(engine: VllmEngine, workers: int) -> SharedServers:
         "adapters": engine.adapters,
         "routes": None if engine.routes is None else engine.routes._asdict(),
         "group_size": engine.group_size,
-        "images": engine.images,
+        "never": list(engine.images.never),
     }
     return SharedServers(
         TableSender(engine.servers), "jaxtrain.generation.vllm.remote:RemoteVllm", settings
