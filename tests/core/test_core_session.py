@@ -116,7 +116,7 @@ def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
 
     publishing = pytest.importorskip("jaxtrain.generation.vllm.factory")
     monkeypatch.setattr(publishing, "Servers", Servers)
-    monkeypatch.setattr(publishing, "VllmEngine", lambda *_, **__: None)
+    monkeypatch.setattr(publishing, "VllmEngine", lambda *_, **__: SimpleNamespace())
     monkeypatch.setattr(publishing, "open_weights", lambda *_, **__: refuse())
     vllm = {"servers": ["http://localhost:1"], "sync": "full"}
     rollout = {"engine": "vllm", "vllm": vllm, "reward_workers": 1}
