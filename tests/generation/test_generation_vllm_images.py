@@ -6,6 +6,7 @@ import dataclasses
 import signal
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from fake_vllm import STOP, FakeVllm
@@ -15,7 +16,6 @@ from test_generation_vllm import DRAW, opened
 
 from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.losses.logp import token_logp
-from jaxtrain.core.step import take_micro
 from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.data.chat.control_tokens import add_tokens, encode
 from jaxtrain.data.chat.template import load_tokenizer
@@ -122,7 +122,8 @@ def score(model, packer, tokens, placed, count):
     ((batch, ((_, row, start),)),) = pack_for_scoring(
         [tree], rows=1, share_rows=False, row_tokens=MIN_SCORING_ROW, fields=fields
     )
-    logp = token_logp(model, take_micro(batch, 0), drawable=True).logp
+    micro = jax.tree.map(lambda x: x[0], batch)
+    logp = token_logp(model, micro, drawable=True).logp
     return np.asarray(logp)[row, start + len(tokens) - count : start + len(tokens)]
 
 
