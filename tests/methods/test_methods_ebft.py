@@ -160,6 +160,7 @@ class Bigrams:
     """A model whose logits of the next token are a table's row of the last one."""
 
     logit_softcap = None
+    never_drawn = ()
 
     def __init__(self, table):
         self.table = table

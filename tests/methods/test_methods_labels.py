@@ -404,7 +404,7 @@ def test_sampler_and_trainer_are_compared_on_rounds_that_a_resumed_run_compares_
         preparation = PolicyPreparation(config.task, config, data)
         scored = []
         scorer = SimpleNamespace(
-            logp=lambda b, *rest: scored.append(0) or np.asarray(b.streams["sampler_logp"])
+            logp=lambda b, *_, **__: scored.append(0) or np.asarray(b.streams["sampler_logp"])
         )
         messages = []
         for version in range(first, last):
@@ -511,7 +511,7 @@ def test_replayed_groups_may_count_as_drawn_by_the_weights_that_meet_them():
     data = SimpleNamespace(rounds=SimpleNamespace(metrics={"lag/max": 1}), log=print)
     preparation = PolicyPreparation(config.task, config, data)
     policy_logp = np.full(drawn.shape, -2.5, np.float32)
-    scorer = SimpleNamespace(logp=lambda *_: policy_logp)
+    scorer = SimpleNamespace(logp=lambda *_, **__: policy_logp)
     prepared = preparation(Round([batch], version=3), scorer)
     sampler_logp = prepared.batches[0].streams["sampler_logp"]
     np.testing.assert_array_equal(sampler_logp[drawn], -2.5)

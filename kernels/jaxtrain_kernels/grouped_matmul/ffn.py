@@ -23,6 +23,7 @@ ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {
         ("gelu_pytorch_tanh", "gelu_new", "gelu_fast"),
         functools.partial(jax.nn.gelu, approximate=True),
     ),
+    "quick_gelu": lambda x: x * jax.nn.sigmoid(1.702 * x),
     "relu": jax.nn.relu,
     "relu2": lambda x: jnp.square(jax.nn.relu(x)),
 }
