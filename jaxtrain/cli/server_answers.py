@@ -1,4 +1,4 @@
-"""The work of `generate --servers`: answers by vLLM servers, which have the weights.
+"""Answers of `generate --servers`, by vLLM servers, which have the weights.
 
 Only the tokenizer of the model is read here. A server that dies loses its requests to the others.
 """
@@ -24,7 +24,7 @@ from jaxtrain.methods.reopen import holds_run
 
 
 def read_config(name: str, overrides: list[str]) -> Config:
-    """Return the config of a run, or one of a folder or Hub id; no weights are looked for."""
+    """Return the config of a run, or one for a folder or Hub id, whose weights need not exist."""
     saved = Path(name) / "config.json"
     if holds_run(saved):
         return validate_config(apply_overrides(read_saved(saved), overrides), str(saved))
@@ -42,8 +42,8 @@ class ServerAnswerWriter(AnswerWriter):
     def __init__(
         self, name: str, overrides: list[str], raw: bool, urls: Sequence[str], *, logprobs: bool
     ):
-        """name: whose tokenizer and chat template are read. logprobs: they are of use, so that the
-        servers must report them as of section sampling."""
+        """name: run, folder or Hub id, of which the tokenizer and chat template are read. logprobs:
+        True if log-probs are written, so that servers must report those of section sampling."""
         config = read_config(name, overrides)
         self.urls = [reveal_url(url, f"--servers {index}") for index, url in enumerate(urls)]
         self.tokenizer, self.raw = find_tokenizer(config.model), raw
@@ -70,8 +70,8 @@ class ServerAnswerWriter(AnswerWriter):
         on_end: Callable[[int, Completion], None] = lambda number, completion: None,
         images: Sequence[Any] = (),
     ) -> list[Completion]:
-        """Answers to prompts of ids. Raises UserError once all others have ended, if some got
-        none."""
+        """Return answers to prompts of ids. If some get none, raises UserError once all others have
+        ended."""
         self.require_tokens(tokens)
         if any(image is not None for image in images):
             raise UserError("generate: --servers answers texts, not images")

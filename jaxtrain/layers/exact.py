@@ -41,7 +41,7 @@ from jaxtrain.layers.sharded_attention import attend
 
 
 class TileSizes(NamedTuple):
-    """Sizes of what is computed at a time; part of what the numbers are."""
+    """Sizes of what is computed at a time. With other sizes the numbers are rounded otherwise."""
 
     rows: int
     """Tokens of a tile."""
@@ -277,7 +277,7 @@ def _run_tiles(sizes: TileSizes, fn: Callable[..., Any], params: Any, inputs: An
 
 
 def keep_border(sizes: TileSizes, values: Any) -> Any:
-    """Return the values; what makes them is not fused with what reads them."""
+    """Return the values. With barriers XLA does not fuse the operations before with those after."""
     return jax.lax.optimization_barrier(values) if sizes.barriers else values
 
 
