@@ -20,7 +20,9 @@ from jaxtrain.data.chat.template import encode, end_of_turn_ids
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion, EpisodeFailed
 from jaxtrain.generation.vllm.fixed import open_fixed
+from jaxtrain.generation.vllm.sources import is_url
 from jaxtrain.methods.reopen import holds_run
+from jaxtrain.text_safety import show
 
 
 def read_config(name: str, overrides: list[str]) -> Config:
@@ -44,8 +46,11 @@ class ServerAnswerWriter(AnswerWriter):
     ):
         """name: run, folder or Hub id, of which the tokenizer and chat template are read. logprobs:
         True if log-probs are written, so that servers must report those of section sampling."""
-        config = read_config(name, overrides)
+        for url in urls:
+            if not is_url(url):
+                raise UserError(f"--servers {show(url)} is no URL; write http://HOST:PORT")
         self.urls = [reveal_url(url, f"--servers {index}") for index, url in enumerate(urls)]
+        config = read_config(name, overrides)
         self.tokenizer, self.raw = find_tokenizer(config.model), raw
         self.require_template(name)
         self.sampling, self.logprobs = config.sampling, logprobs

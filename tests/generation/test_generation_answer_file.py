@@ -180,6 +180,7 @@ def test_what_servers_cannot_do_is_refused(capsys):
     for more, output in [
         (["--draft", "x"], "--servers takes neither --env nor --draft"),
         (["--env"], "--servers takes neither --env nor --draft"),
+        (["--servers", "localhost:8000"], "--servers 'localhost:8000' is no URL"),
     ]:
         assert main([*base, *more]) == 2
         assert output in capsys.readouterr().err

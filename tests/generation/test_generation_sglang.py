@@ -186,6 +186,9 @@ def test_what_cannot_be_is_refused(tmp_path, trained):
         ({"servers": []}, "rollout.engine sglang needs rollout.vllm.servers"),
         ({"sync": "delta"}, "rollout.vllm.sync is for vLLM's servers"),
         ({"discover": "router+http://a:1"}, "reads file:///PATH and dns://NAME:PORT"),
+        ({"servers": ["a:1"]}, "rollout.vllm.servers 'a:1' is no URL"),
+        ({"generation_kwargs": {"temperature": 0.5}}, "is set by sampling.temperature"),
+        ({"generation_kwargs": {"regex": "a"}}, "is set by sampling.structured_outputs.regex"),
     ]:
         with pytest.raises(UserError, match=output):
             make_config(tmp_path, [], vllm={"servers": ["http://a:1"], **vllm})
