@@ -15,8 +15,8 @@ drops barriers before it fuses; on a GPU, where such a loop waits for the host e
 barrier. A block of keys that a query does not see adds exact zeros, and keys are taken by position
 along the query's own path, so that a branch of a tree computes what its path alone would.
 
-Only forward passes are so. Gradients are those of the usual programs at the same values, as fast as
-without.
+Only forward passes are exact. Gradients are those of the usual programs at the same values, as fast
+as without.
 """
 
 import dataclasses
