@@ -9,8 +9,8 @@ Prints a line per measurement and writes them as JSON. `tflops` counts useful wo
 read or written once. `share` is of the measured rate of large bf16 matmuls, on an H200. `error` is
 the largest error against float32 maths, `plain_error` that of the same maths in bf16 by XLA.
 
---repeats 8 runs every backend so often on the same arrays, of all cases, and counts the results
-that differ in a bit: none may, and one that does is a race.
+--repeats 8 runs every backend of all cases eight times more on the same arrays and counts the
+results that differ in a bit: none may, and one that does is a race.
 
 --impl sweep tries other sizes of the kernels of conv_heads, rotate_heads and decode_attention;
 decode_attention also has gpu_int8, gpu_fp8 and sweep_int8, on caches of 8 bits.
@@ -76,8 +76,8 @@ def measure_repeats(op, impls: list[str], count: int, report: Report) -> None:
     for impl in impls:
         labels = {"op": op.label, "case": op.case.name, "impl": impl}
         try:
-            first, *others = (op.outputs(impl, jnp.bfloat16) for _ in range(count + 1))
-            same = [all(map(np.array_equal, first, other)) for other in others]
+            first, *repeats = (op.outputs(impl, jnp.bfloat16) for _ in range(count + 1))
+            same = [all(map(np.array_equal, first, repeat)) for repeat in repeats]
             report.add(**labels, runs=count, differ=same.count(False))
         except DECLINED as reason:
             report.add(**labels, failed=shorten(reason, 100))
@@ -89,7 +89,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="*", default=[""], help="parts of case names")
     parser.add_argument("--impl", nargs="+", default=["mosaic_gpu", "xla", "torch"])
     parser.add_argument("--errors", action="store_true", help="numerics instead of times")
-    parser.add_argument("--repeats", type=int, help="run so often and compare bits")
+    parser.add_argument("--repeats", type=int, help="repeat each call so often and compare bits")
     options = parser.parse_args()
     report = Report(options.out)
     measure = measure_errors if options.errors else measure_times

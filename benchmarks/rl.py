@@ -16,7 +16,8 @@ sample     drawn tokens / wait s in mode sync, else / round s
 train      trained rows' tokens / train s
 lag        mean age of the answers in rounds
 equal      least share, over all rounds, of log-probs that the first update computes as they were
-           drawn, to the bit (1 with rollout.exact=true), and off: the largest difference
+           drawn, to the bit; 1 with rollout.exact=true
+off        largest difference of such a log-prob, over all rounds
 """
 
 import argparse

@@ -70,7 +70,7 @@ def question(number: int, client: int) -> str:
 
 
 def run_round(port: int, number: int, args) -> int:
-    """Let all clients ask; return how many answers were lost, or differ from those alone."""
+    """Run all clients at once; return how many answers were lost, or differ from those alone."""
     answers: dict[int, str] = {}
     failures: Counter[str] = Counter()
 

@@ -149,7 +149,7 @@ def generate_command(args: argparse.Namespace) -> None:
             (
                 {name: getattr(args, name) for name in names},
                 words,
-                *["servers"] * bool(args.servers),
+                *(["servers"] if args.servers else []),
             ),
             overwrite=args.overwrite,
             shard_rows=args.shard_rows,
@@ -185,7 +185,7 @@ def generate_command(args: argparse.Namespace) -> None:
 
 
 def open_writer(args: argparse.Namespace, raw: bool) -> AnswerWriter:
-    """Return what answers: a model read here, or servers."""
+    """Return the writer of answers: by a model that is read here, or by servers."""
     from jaxtrain.cli.play import AnswerWriter
 
     if not args.servers:

@@ -192,14 +192,15 @@ async def serve(
 
     name = args.served_model_name or Path(args.model).name
     engines, models = open_models(model, name, args, thread)
-    loader = None
+    loader, served_models = None, list(models)
     if adapters or args.max_loras:
         loader = open_loader(model, args, engines[0], thread)
-        models += [loader.load(word, folder, name) for word, folder in adapters.items()]
+        served_models += [loader.load(word, folder, name) for word, folder in adapters.items()]
+    names = ", ".join(served.name for served in served_models)
     form = ServingFormat(model.tokenizer, model.vocab_size, model.max_len, args.image_host)
     training = None
     if args.train is None:
-        answerer, public = Answerer(form, models, log=log), PUBLIC
+        answerer, public = Answerer(form, served_models, log=log), PUBLIC
         routes = answerer.routes()
         if args.max_loras and loader is not None:
             routes += AdapterRoutes(answerer, loader, thread, args.max_loras).routes()
@@ -207,10 +208,12 @@ async def serve(
         from jaxtrain.training_api.routes import PUBLIC as TRAINING_PUBLIC
 
         training = open_training(model, name, args, engines[0], thread)
-        answerer = Answerer(form, models, log=log, find_other=training.find_served)
+        answerer = Answerer(form, served_models, log=log, find_other=training.find_served)
         routes = [*answerer.routes(), *training.routes()]
         public = (*PUBLIC, *TRAINING_PUBLIC)
         training.start()
+    # Only the answerer holds adapters from here on, so that unloading one frees its memory.
+    del served_models
     app = EndpointApp(routes, key, public)
     try:
         port = await app.listen(args.host, args.port)
@@ -223,9 +226,8 @@ async def serve(
     for number in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(number, ended.set)
     host = f"[{args.host}]" if ":" in args.host else args.host
-    names = ", ".join(served.name for served in models)
     print(f"serving {names} ({models[0].version}) at http://{host}:{port}/v1", flush=True)
-    following = asyncio.ensure_future(follow(model, models[: len(engines)], engines))
+    following = asyncio.ensure_future(follow(model, models, engines))
     try:
         await ended.wait()
     finally:
@@ -260,7 +262,7 @@ def open_models(
 def open_loader(
     model: "Model", args: argparse.Namespace, served: "LocalEngine", thread: ThreadPoolExecutor
 ) -> "AdapterLoader":
-    """Return what opens adapters of the served model; together they have as many rows again."""
+    """Return the loader of the served model's adapters, which share as many rows as it has."""
     from jaxtrain.generation.local.engine import LocalEngine
     from jaxtrain.generation.serving.adapters import AdapterLoader
 
@@ -304,6 +306,9 @@ def open_training(
 
 async def follow(model: "Model", models: "list[ServedModel]", engines: "list[LocalEngine]") -> None:
     """Replace the weights whenever a run has saved newer ones."""
+    import jax
+
+    from jaxtrain.generation.local.draft_model import renew_draft
     from jaxtrain.generation.local.speculation import DraftedModel
 
     while (Path(model.name) / "checkpoints").is_dir():
@@ -320,7 +325,8 @@ async def follow(model: "Model", models: "list[ServedModel]", engines: "list[Loc
         for served, engine, snapshot in zip(models, engines, snapshots, strict=True):
             weights, old = split_layers(model, snapshot.model()), engine.sampler.model
             if isinstance(old, DraftedModel):
-                weights = DraftedModel(weights, old.draft)
+                with jax.set_mesh(model.mesh):
+                    weights = DraftedModel(weights, renew_draft(old.draft, weights))
             served.replace(partial(engine.use, weights, step), version)
         log(f"{version}: served from the next request on")
 

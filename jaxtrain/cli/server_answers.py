@@ -1,4 +1,4 @@
-"""The work of `generate --servers`: answers by vLLM servers, which have the weights.
+"""Answers of `generate --servers`, by vLLM servers, which have the weights.
 
 Only the tokenizer of the model is read here. A server that dies loses its requests to the others.
 """
@@ -20,11 +20,13 @@ from jaxtrain.data.chat.template import encode, end_of_turn_ids
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion, EpisodeFailed
 from jaxtrain.generation.vllm.fixed import open_fixed
+from jaxtrain.generation.vllm.sources import is_url
 from jaxtrain.methods.reopen import holds_run
+from jaxtrain.text_safety import show
 
 
 def read_config(name: str, overrides: list[str]) -> Config:
-    """Return the config of a run, or one of a folder or Hub id; no weights are looked for."""
+    """Return the config of a run, or one for a folder or Hub id, whose weights need not exist."""
     saved = Path(name) / "config.json"
     if holds_run(saved):
         return validate_config(apply_overrides(read_saved(saved), overrides), str(saved))
@@ -42,10 +44,13 @@ class ServerAnswerWriter(AnswerWriter):
     def __init__(
         self, name: str, overrides: list[str], raw: bool, urls: Sequence[str], *, logprobs: bool
     ):
-        """name: whose tokenizer and chat template are read. logprobs: they are of use, so that the
-        servers must report them as of section sampling."""
-        config = read_config(name, overrides)
+        """name: run, folder or Hub id, of which the tokenizer and chat template are read. logprobs:
+        True if log-probs are written, so that servers must report those of section sampling."""
+        for url in urls:
+            if not is_url(url):
+                raise UserError(f"--servers {show(url)} is no URL; write http://HOST:PORT")
         self.urls = [reveal_url(url, f"--servers {index}") for index, url in enumerate(urls)]
+        config = read_config(name, overrides)
         self.tokenizer, self.raw = find_tokenizer(config.model), raw
         self.require_template(name)
         self.sampling, self.logprobs = config.sampling, logprobs
@@ -70,8 +75,8 @@ class ServerAnswerWriter(AnswerWriter):
         on_end: Callable[[int, Completion], None] = lambda number, completion: None,
         images: Sequence[Any] = (),
     ) -> list[Completion]:
-        """Answers to prompts of ids. Raises UserError once all others have ended, if some got
-        none."""
+        """Return answers to prompts of ids. If some get none, raises UserError once all others have
+        ended."""
         self.require_tokens(tokens)
         if any(image is not None for image in images):
             raise UserError("generate: --servers answers texts, not images")

@@ -11,7 +11,12 @@ from jaxtrain.config.launch import find_launch_conflicts
 from jaxtrain.config.limits import ITEMS, ROWS, WORKERS
 from jaxtrain.config.ray import RayConfig, find_ray_conflicts
 from jaxtrain.config.refresh import DraftRefresh, find_refresh_conflicts
-from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
+from jaxtrain.config.vllm import (
+    VllmConfig,
+    find_kwargs_conflicts,
+    find_server_conflicts,
+    find_vllm_conflicts,
+)
 
 
 class LocalConfig(Section):
@@ -148,6 +153,8 @@ def find_sglang_conflicts(rollout: RolloutConfig) -> Iterator[str]:
         yield "rollout.vllm.discover: engine sglang reads file:///PATH and dns://NAME:PORT alone"
     for key in rollout.vllm.model_dump(exclude_defaults=True).keys() - SGLANG_KEYS:
         yield f"rollout.vllm.{key} is for vLLM's servers; remove it with rollout.engine sglang"
+    yield from find_server_conflicts(rollout.vllm.servers)
+    yield from find_kwargs_conflicts(rollout.vllm.generation_kwargs)
     if rollout.router_replay:
         yield "rollout.router_replay is for engines local and vllm; remove it"
 

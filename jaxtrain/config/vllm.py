@@ -1,7 +1,7 @@
 """Section rollout.vllm: servers that sample over HTTP, and how they get the weights."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
@@ -135,9 +135,11 @@ SET_OTHERWISE = {
     "guided_json": "sampling.structured_outputs.json_schema",
     "guided_choice": "sampling.structured_outputs.choice",
     "response_format": "sampling.structured_outputs.json_schema",
+    "regex": "sampling.structured_outputs.regex",
+    "json_schema": "sampling.structured_outputs.json_schema",
     "n": "rollout.group_size",
 }
-"""Keys of a request to vLLM that others of this config set."""
+"""Keys of a request to vLLM or SGLang that others of this config set."""
 FIXED = (
     *("repetition_penalty", "presence_penalty", "frequency_penalty", "logprobs", "stop_token_ids"),
     *("model", "prompt", "token_ids", "sampling_params", "return_token_ids", "stream"),
@@ -159,6 +161,15 @@ def find_kwargs_conflicts(kwargs: dict[str, Any]) -> Iterator[str]:
             )
 
 
+def find_server_conflicts(urls: Sequence[str]) -> Iterator[str]:
+    """Yield one sentence for each fault of rollout.vllm.servers."""
+    for url in urls:
+        if not url.startswith(("http://", "https://")):
+            yield f"rollout.vllm.servers {url!r} is no URL; write http://HOST:PORT"
+    if len({url.rstrip("/") for url in urls}) < len(urls):
+        yield "rollout.vllm.servers names a server twice; remove one"
+
+
 def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Iterator[str]:
     """Yield one sentence for each impossible combination, of a run that samples with vLLM."""
     if not vllm.servers and not vllm.discover and vllm.launch == "none":
@@ -177,11 +188,7 @@ def find_vllm_conflicts(vllm: VllmConfig, adapter_kind: str, mode: str) -> Itera
             "rollout.vllm.sleep is for servers that share the trainer's GPU; remove"
             " rollout.vllm.discover"
         )
-    for url in vllm.servers:
-        if not url.startswith(("http://", "https://")):
-            yield f"rollout.vllm.servers {url!r} is no URL; write http://HOST:PORT"
-    if len({url.rstrip("/") for url in vllm.servers}) < len(vllm.servers):
-        yield "rollout.vllm.servers names a server twice; remove one"
+    yield from find_server_conflicts(vllm.servers)
     if vllm.sync == "lora" and adapter_kind != "lora":
         yield (
             f"rollout.vllm.sync lora needs adapter.kind lora, which is {adapter_kind}; set"

@@ -198,7 +198,9 @@ class Session:
 
         batch = abstract_batch(task, (1, rows, length))
         if self.bundle.architecture.mtp is not None:
-            weights = {**batch.weights, "mtp": next(iter(batch.weights.values()))}
+            from jaxtrain.core.losses.mtp import COMPONENT
+
+            weights = {**batch.weights, COMPONENT: next(iter(batch.weights.values()))}
             batch = batch._replace(weights=weights)
         return jax.tree.map(add_sharding, batch)
 

@@ -304,10 +304,11 @@ def make_update(
     def update(state: State, sums: StepSums, fine: jax.Array | bool) -> tuple[State, StepOutput]:
         metrics = dict(sums.metrics)
         # A head that guesses further tokens must not change how far the model moves.
-        heads = {path: g for path, g in sums.grads.items() if path.startswith("mtp.")}
-        rest = {path: g for path, g in sums.grads.items() if path not in heads}
-        (grads, norm), (heads, head_norm) = (clip(part, max_grad_norm) for part in (rest, heads))
-        grads = {**grads, **heads}
+        head_grads = {path: g for path, g in sums.grads.items() if path.startswith("mtp.")}
+        model_grads = {path: g for path, g in sums.grads.items() if path not in head_grads}
+        model_grads, norm = clip(model_grads, max_grad_norm)
+        head_grads, head_norm = clip(head_grads, max_grad_norm)
+        grads = {**model_grads, **head_grads}
         # The host reads a step after it has dispatched the next one. After a bad step, the next one
         # must change nothing either, or the state before the bad step would be lost: hence `fine`.
         finite = fine & jnp.isfinite(norm) & jnp.isfinite(head_norm) & sums.finite

@@ -15,8 +15,8 @@ drops barriers before it fuses; on a GPU, where such a loop waits for the host e
 barrier. A block of keys that a query does not see adds exact zeros, and keys are taken by position
 along the query's own path, so that a branch of a tree computes what its path alone would.
 
-Only forward passes are so. Gradients are those of the usual programs at the same values, as fast as
-without.
+Only forward passes are exact. Gradients are those of the usual programs at the same values, as fast
+as without.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ from jaxtrain.layers.sharded_attention import attend
 
 
 class TileSizes(NamedTuple):
-    """Sizes of what is computed at a time; part of what the numbers are."""
+    """Sizes of what is computed at a time. With other sizes the numbers are rounded otherwise."""
 
     rows: int
     """Tokens of a tile."""
@@ -277,7 +277,7 @@ def _run_tiles(sizes: TileSizes, fn: Callable[..., Any], params: Any, inputs: An
 
 
 def keep_border(sizes: TileSizes, values: Any) -> Any:
-    """Return the values; what makes them is not fused with what reads them."""
+    """Return the values. With barriers XLA does not fuse the operations before with those after."""
     return jax.lax.optimization_barrier(values) if sizes.barriers else values
 
 

@@ -80,8 +80,8 @@ class DecoderConfig:
     vision: Any = None
     """models.vision.VisionConfig of the tower for images; None: text alone."""
     mtp: Any = None
-    """models.mtp_form.MTPHead of the multi-token prediction head that is a part of the model; None:
-    without one, even if the folder has one."""
+    """models.mtp.MTPHead of the multi-token prediction head that is a part of the model; None: it
+    has none, even if the folder has one."""
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

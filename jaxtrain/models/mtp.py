@@ -14,7 +14,6 @@ Shapes: B rows, T tokens, D features.
 """
 
 import dataclasses
-import sys
 from collections.abc import Collection
 from typing import Any, NamedTuple, Self, cast
 
@@ -39,6 +38,7 @@ from jaxtrain.models.decoder import (
 )
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.draft import Draft
+from jaxtrain.models.families import family
 from jaxtrain.models.mtp_form import MTPForm
 
 NUM_DRAFTED = 2
@@ -79,7 +79,7 @@ class PredictionHead(CachedStack):
         self.embed_norm, self.hidden_norm, self.norm = norm(), norm(), norm()
         self.fc = Linear(2 * width, width, axes=("embed", None), init=init)
         # No family's blocks depend on the model that they are in.
-        make_block = _module_of(inner).Model.make_block
+        make_block = family(inner).Model.make_block
         self.stack = Stack(
             inner.layers(),
             lambda kind, rngs: make_block(cast(Any, None), kind, inner, options, rngs),
@@ -129,11 +129,6 @@ class PredictionHead(CachedStack):
         positions_BT = jnp.maximum(batch.positions - 1, 0)
         context = Context(until_BT, None, positions_BT, positions_BT, batch.prev)
         return self(state_BTD, model.embed(batch.tokens), context)[0]
-
-
-def _module_of(config: DecoderConfig) -> Any:
-    """Return the family module of a config."""
-    return sys.modules[type(config).__module__]
 
 
 def with_head(
@@ -208,6 +203,7 @@ class HeadDraft(Draft):
         self.head.unstack()
         return self
 
+    @override
     def step_flops(self, batch: Batch, tokens: int, spans: np.ndarray) -> float:
         raise AssertionError("a head trains beside its model, not as a draft")
 
@@ -258,8 +254,8 @@ class HeadDraft(Draft):
         start_B = cache.pairs.length
         end_B = start_B + jnp.maximum(counts_B - first_B, 0)
         context, decoding = place_new(start_B, end_B, T)
-        known = DecodingStates(cache.pairs.states, decoding)
-        _, _, states = self.head(before_BTD, target.embed(paired_BT), context, known)
+        decoding_states = DecodingStates(cache.pairs.states, decoding)
+        _, _, states = self.head(before_BTD, target.embed(paired_BT), context, decoding_states)
         last_B11 = jnp.maximum(counts_B - 1, 0)[:, None, None]
         last_BD = jnp.take_along_axis(hidden_BTD, last_B11, axis=1)[:, 0]
         pending_BD = jnp.where(counts_B[:, None] > 0, last_BD, cache.pending)
@@ -271,8 +267,10 @@ class HeadDraft(Draft):
         for number in range(self.num_drafted):
             start_B = cache.pairs.length + number
             context, decoding = place_new(start_B, start_B + 1, 1)
-            known, embedded_B1D = DecodingStates(states, decoding), target.embed(token_B[:, None])
-            normed, fed, states = self.head(state_BD[:, None], embedded_B1D, context, known)
+            decoding_states = DecodingStates(states, decoding)
+            embedded_B1D = target.embed(token_B[:, None])
+            pair = state_BD[:, None], embedded_B1D
+            normed, fed, states = self.head(*pair, context, decoding_states)
             state_BD = fed[:, 0]
             token_B = target.logits(normed[:, 0]).argmax(-1).astype(jnp.int32)
             guesses.append(token_B)

@@ -1,18 +1,18 @@
-"""Forms of multi-token prediction heads: names of their tensors, and in what they differ."""
+"""Forms of multi-token prediction heads: names of their tensors, and their differences."""
 
 import dataclasses
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class MTPForm:
-    """The published form of a family's head; see models.mtp for what it computes."""
+    """Published form of a family's head; models.mtp computes it."""
 
     root: str
     """Beginning of the names of all its tensors in a folder."""
     block: str
     """Beginning of the names of the tensors of its n-th block, with {n}."""
     fc: str
-    """Name of its projection, as all behind `root`."""
+    """Name of its projection, without `root`, like the names below."""
     embed_norm: str
     """Name of the norm of embeddings."""
     hidden_norm: str

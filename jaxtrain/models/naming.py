@@ -1,7 +1,6 @@
 """The tensor names that Hugging Face's decoders share."""
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,6 +16,7 @@ from jaxtrain.huggingface.ops import (
 )
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.experts import GroupedExpertsConfig
+from jaxtrain.models.families import family
 
 PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 POST_NORMS = {
@@ -83,8 +83,7 @@ def predictor_names(config: DecoderConfig) -> list[ParameterEntry]:
         _, _, number, rest = name.split(".", 3)
         return form.block.format(n=number) + rest
 
-    blocks = sys.modules[type(inner).__module__].names(inner)
-    blocks = [entry for entry in blocks if entry.param.startswith("stack.")]
+    blocks = [entry for entry in family(inner).names(inner) if entry.param.startswith("stack.")]
     entries = [e._replace(param=f"mtp.{e.param}") for e in rename_tensors(blocks, rename)]
     norms = {"embed_norm": form.embed_norm, "hidden_norm": form.hidden_norm, "norm": form.norm}
     for path, name in norms.items():

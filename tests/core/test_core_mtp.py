@@ -73,12 +73,14 @@ def test_a_decoupled_head_trains_and_the_model_moves_as_without_it(tmp_path, cap
         np.testing.assert_allclose(after[name], value, rtol=0, atol=1e-6, err_msg=name)
     heads = after.keys() - before.keys()
     assert len(heads) == 15 and all(name.startswith("mtp.") for name in heads)
-    for line, other in zip(plain, beside, strict=True):
-        np.testing.assert_allclose(other["grad_norm"], line["grad_norm"], rtol=1e-6)
+    for line, head_line in zip(plain, beside, strict=True):
+        np.testing.assert_allclose(head_line["grad_norm"], line["grad_norm"], rtol=1e-6)
     losses = [line["mtp/nll"] for line in beside]
     assert losses[2] < losses[0]
-    for line, other in zip(plain, beside, strict=True):
-        np.testing.assert_allclose(other["loss"], line["loss"] + 0.1 * other["mtp/nll"], rtol=1e-5)
+    for line, head_line in zip(plain, beside, strict=True):
+        np.testing.assert_allclose(
+            head_line["loss"], line["loss"] + 0.1 * head_line["mtp/nll"], rtol=1e-5
+        )
     capsys.readouterr()
     folder = tmp_path / "beside" / "model"
     assert json.loads((folder / "config.json").read_text())["mtp_num_hidden_layers"] == 1

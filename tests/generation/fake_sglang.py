@@ -66,17 +66,14 @@ class FakeSglang:
             self.asked.append(body)
             if self.script:
                 return self.script.pop(0), {"error": {"message": "out of luck"}}
-        updates, ids, reason = (
-            self.updates,
-            [],
-            {"type": "length", "length": params["max_new_tokens"]},
-        )
+        updates, ids = self.updates, []
+        reason = {"type": "length", "length": params["max_new_tokens"]}
         while len(ids) < params["max_new_tokens"]:
             if self.updates != updates:
                 reason = {"type": "abort", "message": "Abort by weights"}
                 break
-            place = len(body["input_ids"]) + len(ids)
-            ids.append(STOP if place == self.length - 1 else 100 + place)
+            position = len(body["input_ids"]) + len(ids)
+            ids.append(STOP if position == self.length - 1 else 100 + position)
             if ids[-1] in params["stop_token_ids"]:
                 reason = {"type": "stop", "matched": ids[-1]}
                 break

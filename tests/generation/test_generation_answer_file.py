@@ -161,9 +161,9 @@ def test_servers_answer_and_an_interrupted_command_goes_on(tmp_path, capsys, mon
         assert main(command) == 2
         assert "1 of 5 prompts got no answer" in capsys.readouterr().err
         assert len(lines(out.with_name("out.jsonl.part"))) == 1 + 4 and not out.exists()
-        asked = len(fake.asked)
+        num_asked = len(fake.asked)
         assert main(command) == 0
-        assert len(fake.asked) == asked + 1
+        assert len(fake.asked) == num_asked + 1
         start = 100 + len(fake.asked[-1]["token_ids"])  # all prompts have this length
         expected = load_tokenizer("builtin").decode(range(start, start + 4))
         assert lines(out) == [{**row, "completion": expected} for row in ROWS]
@@ -177,9 +177,10 @@ def test_servers_answer_and_an_interrupted_command_goes_on(tmp_path, capsys, mon
 
 def test_what_servers_cannot_do_is_refused(capsys):
     base = ["generate", "builtin", "--servers", "http://localhost:1", "--prompt", "a"]
-    for more, output in [
+    for words, output in [
         (["--draft", "x"], "--servers takes neither --env nor --draft"),
         (["--env"], "--servers takes neither --env nor --draft"),
+        (["--servers", "localhost:8000"], "--servers 'localhost:8000' is no URL"),
     ]:
-        assert main([*base, *more]) == 2
+        assert main([*base, *words]) == 2
         assert output in capsys.readouterr().err

@@ -2,7 +2,9 @@
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -10,6 +12,8 @@ from test_generation_speculation import KINDS, LENGTHS, ask, check_same, open_sa
 
 from jaxtrain.batch import Batch
 from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.generation.local.draft_model import renew_draft
+from jaxtrain.generation.local.slots import unstack
 from jaxtrain.generation.local.speculation import DraftedModel
 from jaxtrain.main import main
 from jaxtrain.models import build, families, saving
@@ -61,6 +65,18 @@ def test_guesses_are_those_of_the_training_pass(model):
         batch = flat_batch(texts[row, : counts[row] + 1])
         pairs = model.mtp.read_rows(model, model.hidden(batch).hidden, batch)
         assert guesses[row, 0] == int(model.logits(pairs)[0, -1].argmax())
+
+
+def test_newer_weights_bring_their_head(model):
+    draft = unstack(HeadDraft(model.mtp, 2))
+    newer = build.init(with_head(families.config_from_hf(HYBRID), None), 1)
+    renewed = renew_draft(draft, newer)
+    assert jax.tree.structure(renewed) == jax.tree.structure(draft), "compiled programs serve"
+    kernel = np.asarray(renewed.head.fc.kernel[...])
+    np.testing.assert_array_equal(kernel, newer.mtp.fc.kernel[...])
+    assert not np.array_equal(kernel, draft.head.fc.kernel[...])
+    # The head of a folder stays beside a model that has none of its own.
+    assert renew_draft(draft, SimpleNamespace(mtp=None)) is draft
 
 
 @pytest.mark.thorough

@@ -29,11 +29,11 @@ def counts(sampler):
     return sampler.prefixes.queried, sampler.prefixes.hits
 
 
-def check_same(ours, theirs):
-    assert [answer.tokens for answer in ours] == [answer.tokens for answer in theirs]
-    for mine, other in zip(ours, theirs, strict=True):
+def check_same(answers, expected):
+    assert [answer.tokens for answer in answers] == [answer.tokens for answer in expected]
+    for answer, reference in zip(answers, expected, strict=True):
         # A key that was read with its chunk of a prompt, or alone: other sums, in float32.
-        np.testing.assert_allclose(mine.logprobs, other.logprobs, atol=2e-5)
+        np.testing.assert_allclose(answer.logprobs, reference.logprobs, atol=2e-5)
 
 
 @pytest.fixture(scope="module")
@@ -56,16 +56,16 @@ def test_the_second_turn_reads_only_what_is_new(model):
     before = counts(sampler)
     check_same(sampler.generate([edited, edited], GREEDY), plain.generate([edited, edited], GREEDY))
     assert np.subtract(counts(sampler), before).tolist() == [len(edited), 70]
-    assert counts(plain) == (0, 0) and plain.prefixes.kept is None
+    assert counts(plain) == (0, 0) and plain.prefixes.stored is None
 
 
 def test_new_weights_empty_it_and_answers_across_them_are_not_kept(model):
     sampler = make_sampler(model)
     sampler.generate([PROMPT], GREEDY)
-    other = make_model(1)
-    sampler.use(other)
+    newer = make_model(1)
+    sampler.use(newer)
     check_same(
-        sampler.generate([PROMPT], GREEDY), make_sampler(other, 0).generate([PROMPT], GREEDY)
+        sampler.generate([PROMPT], GREEDY), make_sampler(newer, 0).generate([PROMPT], GREEDY)
     )
     assert counts(sampler)[1] == 0
     sampler.generate([PROMPT], GREEDY)
@@ -86,9 +86,9 @@ def test_memory_is_that_of_a_few_rows_and_the_oldest_goes(model):
     prompts = [[first, *PROMPT] for first in (5, 6, 7)]
     for prompt in prompts:
         sampler.generate([prompt], GREEDY)
-    assert {x.shape[0] for x in jax.tree.leaves(sampler.prefixes.kept)} == {2}
-    known = [sampler.prefixes.find([*prompt, 5]) for prompt in prompts]
-    assert known[0] is None and [entry.count for entry in known[1:]] == [91, 91]
+    assert {x.shape[0] for x in jax.tree.leaves(sampler.prefixes.stored)} == {2}
+    prefixes = [sampler.prefixes.find([*prompt, 5]) for prompt in prompts]
+    assert prefixes[0] is None and [entry.count for entry in prefixes[1:]] == [91, 91]
     # Rows that grow make the kept ones grow, too.
     sampler.generate([[4, *PROMPT * 3]], GREEDY)
     assert sampler.prefixes.slots == 512 == sampler._size.slots
@@ -107,6 +107,16 @@ def test_a_stop_text_keeps_what_the_row_has_read(model):
     turn = [*PROMPT, *first.tokens, *MORE]
     check_same(sampler.generate([turn], GREEDY), plain.generate([turn], GREEDY))
     assert counts(sampler)[1] == 90 + len(first.tokens)
+
+
+def test_a_call_that_failed_leaves_no_stored_rows(model):
+    sampler = make_sampler(model)
+    first = sampler.generate([PROMPT], GREEDY)
+    for array in jax.tree.leaves(sampler.prefixes.stored):
+        array.delete()  # as the arrays that a failed call was given
+    sampler.drop_all()
+    check_same(sampler.generate([PROMPT], GREEDY), first)
+    assert counts(sampler)[1] == 0
 
 
 WINDOW = {"sliding_window": 32, "use_sliding_window": True, "max_window_layers": 0}

@@ -45,13 +45,13 @@ def write_adapter(folder, base, rank, seed, full=()):
 def folders(tmp_path_factory):
     """A base and adapters of it: "one", "like" it with other numbers, and "table" of another rank
     and with a head of its own."""
-    place = tmp_path_factory.mktemp("adapters")
-    save_model(place / "base")
-    base = Model(place / "base")
-    write_adapter(place / "one", base, 4, 0)
-    write_adapter(place / "like", base, 4, 1)
-    write_adapter(place / "table", base, 2, 2, ("lm_head.embedding",))
-    return place, base
+    root = tmp_path_factory.mktemp("adapters")
+    save_model(root / "base")
+    base = Model(root / "base")
+    write_adapter(root / "one", base, 4, 0)
+    write_adapter(root / "like", base, 4, 1)
+    write_adapter(root / "table", base, 2, 2, ("lm_head.embedding",))
+    return root, base
 
 
 def answer_alone(folder, sampling):
@@ -66,10 +66,10 @@ def read(answer):
 
 @pytest.mark.slow  # compiles a sampler for every kind of adapters
 def test_answers_by_name_are_those_of_the_folder_alone(folders):
-    place, base = folders
+    root, base = folders
     names = ("one", "like", "table")
     sampling = {"max_new_tokens": 12, "temperature": 0.0}
-    alone = {name: answer_alone(place / name, sampling) for name in ("base", *names)}
+    alone = {name: answer_alone(root / name, sampling) for name in ("base", *names)}
     assert len({tuple(tokens) for tokens, _ in alone.values()}) == 4
 
     with ThreadPoolExecutor(1) as thread:
@@ -89,7 +89,7 @@ def test_answers_by_name_are_those_of_the_folder_alone(folders):
 
         with serving(base.tokenizer, engine, extend=extend) as served:
             for name in names:
-                body = {"lora_name": name, "lora_path": str(place / name)}
+                body = {"lora_name": name, "lora_path": str(root / name)}
                 status, raw = served.send("POST", "/v1/load_lora_adapter", body)
                 assert (status, raw) == (
                     200,
@@ -98,7 +98,7 @@ def test_answers_by_name_are_those_of_the_folder_alone(folders):
             listed = served.send("GET", "/v1/models")[1]
             for name in names:
                 entry = f'"id": "{name}", "object": "model"'.encode()
-                assert entry in listed and f'"root": "{place / name}"'.encode() in listed
+                assert entry in listed and f'"root": "{root / name}"'.encode() in listed
             assert listed.count(b'"parent": "toy"') == 3
             answers = {}
 
@@ -116,19 +116,19 @@ def test_answers_by_name_are_those_of_the_folder_alone(folders):
             for name, (tokens, logprobs) in alone.items():
                 assert answers[name][0] == tokens, name
                 np.testing.assert_allclose(answers[name][1], logprobs, atol=1e-5, err_msg=name)
-            check_loading(served, place, answers)
+            check_loading(served, root, answers)
 
 
-def check_loading(served, place, answers):
+def check_loading(served, root, answers):
     def change(route, **body):
         status, raw = served.send("POST", f"/v1/{route}_lora_adapter", body)
         return status, raw.decode()
 
-    like = {"lora_name": "one", "lora_path": str(place / "like")}
-    assert change("load", **like)[0] == 400
-    status, text = change("load", lora_name="more", lora_path=str(place / "one"))
+    request = {"lora_name": "one", "lora_path": str(root / "like")}
+    assert change("load", **request)[0] == 400
+    status, text = change("load", lora_name="more", lora_path=str(root / "one"))
     assert status == 400 and "3 adapters are loaded already" in text
-    assert change("load", load_inplace=True, **like)[0] == 200
+    assert change("load", load_inplace=True, **request)[0] == 200
     assert read(served.post(COMPLETE, model="one", temperature=0, **ASK)[1]) == answers["like"]
     assert change("unload", lora_name="one")[0] == 200
     status, text = change("unload", lora_name="one")
@@ -136,8 +136,8 @@ def check_loading(served, place, answers):
     assert change("unload", lora_name="toy")[0] == 404
     assert served.post(COMPLETE, model="one", **ASK)[0] == 404
     for path, cause in (
-        (place / "base", "adapter_config.json"),
-        (place / "none", "adapter_config.json"),
+        (root / "base", "adapter_config.json"),
+        (root / "none", "adapter_config.json"),
     ):
         status, text = change("load", lora_name="one", lora_path=str(path))
         assert status == 400 and cause in text, text

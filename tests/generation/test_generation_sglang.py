@@ -1,6 +1,7 @@
 """SGLang's servers by their documented protocol: requests, answers, weights from disk."""
 
 import json
+from dataclasses import replace
 
 import jax
 import numpy as np
@@ -15,7 +16,14 @@ from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.weights import open_params
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engines import find_engine
-from jaxtrain.generation.vllm.messages import SGLANG, AnswerPart, build_request
+from jaxtrain.generation.vllm.messages import (
+    NEVER,
+    SGLANG,
+    AnswerPart,
+    GarbageAnswer,
+    build_request,
+    parse_answer,
+)
 from jaxtrain.huggingface.ops import full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.models import build, families, saving
@@ -87,12 +95,23 @@ def test_a_request_says_everything_that_changes_the_distribution():
     regex = SamplingConfig(structured_outputs={"regex": "a+"})
     part = AnswerPart([5], regex, (), max_tokens=4, seed=1)
     assert build_request(SGLANG, part, "base")["sampling_params"]["regex"] == "a+"
+    body = build_request(SGLANG, replace(part, never=(7,)), "base")
+    assert body["sampling_params"]["logit_bias"] == {"7": NEVER}
+
+
+def test_only_a_request_that_was_aborted_may_have_drawn_nothing():
+    meta = {"id": "0", "finish_reason": {"type": "abort", "message": "Abort in waiting queue"}}
+    answer = parse_answer(SGLANG, json.dumps({"text": "", "meta_info": meta}).encode(), 4)
+    assert (answer.tokens, answer.finish_reason) == ([], "abort")
+    meta["finish_reason"] = {"type": "stop", "matched": STOP}
+    with pytest.raises(GarbageAnswer, match="no output_token_logprobs"):
+        parse_answer(SGLANG, json.dumps({"text": "", "meta_info": meta}).encode(), 4)
 
 
 @pytest.mark.slow
 def test_weights_go_through_a_folder_and_answers_have_their_version(trained, opened):
     engine, publisher, fakes, _ = opened
-    folder, bundle, params = trained
+    _, bundle, params = trained
     for version in range(3):
         changed = {path: value + version for path, value in params.items()}
         metrics = publisher.publish(version, changed, None)
@@ -167,6 +186,9 @@ def test_what_cannot_be_is_refused(tmp_path, trained):
         ({"servers": []}, "rollout.engine sglang needs rollout.vllm.servers"),
         ({"sync": "delta"}, "rollout.vllm.sync is for vLLM's servers"),
         ({"discover": "router+http://a:1"}, "reads file:///PATH and dns://NAME:PORT"),
+        ({"servers": ["a:1"]}, "rollout.vllm.servers 'a:1' is no URL"),
+        ({"generation_kwargs": {"temperature": 0.5}}, "is set by sampling.temperature"),
+        ({"generation_kwargs": {"regex": "a"}}, "is set by sampling.structured_outputs.regex"),
     ]:
         with pytest.raises(UserError, match=output):
             make_config(tmp_path, [], vllm={"servers": ["http://a:1"], **vllm})

@@ -64,8 +64,8 @@ one layer is the head's block)."""
 
 def families_of(*names):
     """The first family in the quick tests, all others in the thorough ones."""
-    first, *others = names or HEADS
-    return [first, *(pytest.param(name, marks=pytest.mark.thorough) for name in others)]
+    first, *remaining = names or HEADS
+    return [first, *(pytest.param(name, marks=pytest.mark.thorough) for name in remaining)]
 
 
 class Reference:
@@ -152,8 +152,8 @@ def open_model(folder, **options):
 
 @pytest.mark.parametrize("name", families_of())
 def test_a_head_guesses_what_the_published_formula_guesses(references, name):
-    """Of a document, and of a tree whose branches torch reads alone: both children of the fork have
-    pairs of their own."""
+    """A document, and a tree whose branches torch reads alone: both children of the fork have pairs
+    of their own."""
     reference = references(name)
     model, _ = open_model(reference.folder)
     batch, sequences = make_batch(name)

@@ -82,8 +82,8 @@ class Frozen:
 
 
 def cut(x: jax.Array) -> jax.Array:
-    """Return x without gradients, and so that XLA fuses nothing across: other fusions would round
-    the model's own gradients differently."""
+    """Return x without gradients, behind a barrier: where XLA keeps barriers, not on CPUs, it fuses
+    nothing across, which could round the model's own gradients differently."""
     return jax.lax.optimization_barrier(jax.lax.stop_gradient(x))
 
 

@@ -78,6 +78,17 @@ def open_head(target: ModelBundle, mesh: jax.sharding.Mesh, key: str, model: Any
     return HeadDraft(split_model(part)[1](params).mtp, config.num_hidden_layers)
 
 
+def renew_draft(draft: Draft, model: Any) -> Draft:
+    """Return the draft beside newer weights of its target: a head that is a part of `model` is
+    replaced by the newer one."""
+    from jaxtrain.models.mtp import HeadDraft
+
+    head = getattr(model, "mtp", None)
+    if not isinstance(draft, HeadDraft) or head is None:
+        return draft
+    return unstack(HeadDraft(head, draft.capture[0] + 1))
+
+
 def make_draft_copier(mesh: jax.sharding.Mesh) -> Callable[[ModelSnapshot], Params]:
     """Return a function that copies the weights of a trained draft to the sampler's `mesh`, like
     `weights.Copier`, which it creates with the first draft."""

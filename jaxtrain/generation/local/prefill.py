@@ -34,13 +34,13 @@ MAX_PATCHES = 1 << 15
 """Patches of a group of prompts, so that the tower's activations have room."""
 
 
-class Known(NamedTuple):
+class StoredPrefix(NamedTuple):
     """Beginning of a prompt that need not be read."""
 
     row: int
-    """Of the kept states (prefix_cache.py)."""
+    """Row of the stored states (prefix_cache.py)."""
     count: int
-    """Tokens."""
+    """Tokens of it."""
 
 
 @dataclass(frozen=True)
@@ -52,8 +52,8 @@ class Prompt:
     images: tuple[Image, ...] = ()
     slot: tuple[int, ...] = ()
     """As in PlacedImages; empty without images."""
-    known: Known | None = field(default=None, compare=False)
-    """A state to begin from; None: the empty one."""
+    stored: StoredPrefix | None = field(default=None, compare=False)
+    """State to begin from; None: the empty one."""
 
     @classmethod
     def of(cls, tokens: Sequence[int], placed: PlacedImages | None) -> "Prompt":
@@ -70,7 +70,7 @@ class Prompt:
     @property
     def start(self) -> int:
         """Number of tokens that need not be read."""
-        return 0 if self.known is None else self.known.count
+        return 0 if self.stored is None else self.stored.count
 
     def __len__(self) -> int:
         """Number of tokens to read."""
@@ -228,13 +228,13 @@ def resume(
     model: Any,
     filled: FilledPrompts,
     row: jax.Array,
-    kept: Any,
+    stored: Any,
     source: jax.Array,
     count: jax.Array,
 ) -> FilledPrompts:
-    """Return the rows with one that has read the first `count` tokens of row `source` of another
-    cache, of no more slots; int32 []."""
-    cache = model.insert(filled.cache, row[None], kept, source[None])
+    """Return the rows with one, `row`, that has read the first `count` tokens of row `source` of
+    another cache, which has no more slots; all int32 []."""
+    cache = model.insert(filled.cache, row[None], stored, source[None])
     shift_U = filled.shift
     return filled._replace(
         cache=cache._replace(length=cache.length.at[row].set(count)),
@@ -250,14 +250,15 @@ def read_prompts(
     slots: int,
     routes: RouteShape | None = None,
     packer: ImagePacker | None = None,
-    kept: Any = None,
+    stored: Any = None,
 ) -> Iterator[PrefillCall]:
     """Read distinct prompts, each of at most `slots` tokens, with the blocks that suit them.
-    packer: makes patches, for prompts with images. kept: states that known beginnings are in."""
+    packer: makes patches, for prompts with images. stored: cache of the stored
+    prefixes."""
     texts = [prompt for prompt in prompts if not prompt.images]
     for block, assigned in zip(blocks, assign(texts, *blocks), strict=True):
         if assigned:
-            yield from read_by(block, model, assigned, slots, routes, kept=kept)
+            yield from read_by(block, model, assigned, slots, routes, stored=stored)
     if len(texts) < len(prompts):
         assert packer is not None, "prompts with images need what makes patches of them"
         pictured = sorted((prompt for prompt in prompts if prompt.images), key=len)
@@ -296,10 +297,10 @@ def read_by(
     slots: int,
     routes: RouteShape | None,
     images: ImagePrompts | None = None,
-    kept: Any = None,
+    stored: Any = None,
 ) -> Iterator[PrefillCall]:
     """Read prompts with one block. images: all prompts have images, whose features are those of
-    a group that begins together. kept: see read_prompts."""
+    a group that begins together. stored: see read_prompts."""
     filled = empty_prompts(model, U=block.rows, S=slots)
     waiting = deque(prompts)
     reading: list[tuple[Prompt, int] | None] = [None] * block.rows
@@ -317,10 +318,10 @@ def read_by(
         for row in range(block.rows):
             if reading[row] is None and waiting and begins:
                 prompt = waiting.popleft()
-                reading[row], fresh_U[row] = (prompt, prompt.start), prompt.known is None
-                if prompt.known is not None:
-                    place = np.int32(row), kept, *map(np.int32, prompt.known)
-                    filled = resume(model, filled, *place)
+                reading[row], fresh_U[row] = (prompt, prompt.start), prompt.stored is None
+                if prompt.stored is not None:
+                    source, count = map(np.int32, prompt.stored)
+                    filled = resume(model, filled, np.int32(row), stored, source, count)
             if (current := reading[row]) is None:
                 continue
             prompt, start = current

@@ -30,7 +30,8 @@ class Weights(NamedTuple):
     model: Any
     version: int
     identity: object
-    """Another one after every `use`, which no request that outlives the weights holds them by."""
+    """New object for every `use`, by which a request remembers the weights that read its prompt
+    without keeping them in memory."""
 
 
 @dataclass(eq=False)

@@ -93,9 +93,9 @@ class LocalSampler(Requests):
         **options: Any,
     ):
         """draft_rows: a draft guesses only while at most so many rows are busy; 0: always. routes:
-        record each token's experts; for a model without a draft. prefixes: answers whose states
-        stay, for prompts that begin like them; not with a draft or routes. options: of
-        Requests."""
+        record each token's experts; for a model without a draft. prefixes: number of ended
+        answers whose states stay for prompts that begin like them; without effect with a draft or
+        routes. options: of Requests."""
         super().__init__(model, eos_ids, **options)
         self.draft_rows, self.routes = draft_rows, routes
         self.prefixes = PrefixCache(prefixes)
@@ -112,6 +112,7 @@ class LocalSampler(Requests):
     def drop_all(self) -> None:
         self._waiting.clear()
         self._running, self._rows = [], None
+        self.prefixes.clear()  # a call that failed may have taken its arrays
 
     @property
     @override
@@ -157,13 +158,13 @@ class LocalSampler(Requests):
             request.begun_with = identity
             prompt = Prompt.of(request.prompt, request.images)
             if keeps and prompt not in starts and not prompt.images:
-                prompt = replace(prompt, known=self.prefixes.find(prompt.tokens))
+                prompt = replace(prompt, stored=self.prefixes.find(prompt.tokens))
             entries = starts.setdefault(prompt, [])
             row = next(free)
             entries.append(RowStart(request, row, entries[0].row if entries else row))
         kind = find_kind([request.sampling for request in new])
         slots = self._size.slots
-        options = slots, self.routes, self.packer, self.prefixes.kept
+        options = slots, self.routes, self.packer, self.prefixes.stored
         for call in read_prompts(model, list(starts), self.blocks, *options):
             if call.routed is not None:
                 routed_UCE = np.asarray(call.routed)
@@ -321,6 +322,7 @@ class LocalSampler(Requests):
         return self.prefixes.queried, self.prefixes.hits
 
     def _keeps_prefixes(self) -> bool:
+        """Return True if states of ended answers are stored and read."""
         return (
             bool(self.prefixes.rows)
             and self.routes is None

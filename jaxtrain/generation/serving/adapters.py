@@ -16,7 +16,6 @@ import jax
 from aiohttp import web
 
 from jaxtrain.adapters.peft import read_adapter
-from jaxtrain.adapters.peft_folder import open_peft
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.weights import abstract_params, split_trained, start_adapter
 from jaxtrain.environments.endpoint_app import Route, read_json
@@ -31,7 +30,7 @@ from jaxtrain.text_safety import show
 MAX_TEXT = 4096
 """Characters of a name or a path in a request."""
 DTYPE = "float32"
-"""Of an adapter's matrices, as a PEFT folder alone is opened with."""
+"""Dtype of an adapter's matrices, as where its PEFT folder is opened as a model."""
 
 
 class AdapterLoader:
@@ -44,8 +43,8 @@ class AdapterLoader:
         base_model: Any,
         open_engine: Callable[[Any], LocalEngine],
     ):
-        """bundle, params: of the base. base_model: as its sampler has it. open_engine: an engine
-        with the weights of a model. UserError for a base that is an adapter itself."""
+        """bundle, params: of the base. base_model: the model in its sampler. open_engine: opens an
+        engine that draws from a model. UserError for a base that is an adapter itself."""
         if bundle.adapter is not None:
             raise UserError(
                 "adapters are served beside a whole model, and this one is an adapter itself; name"
@@ -57,7 +56,6 @@ class AdapterLoader:
 
     def load(self, name: str, folder: str, parent: str) -> ServedModel:
         """Return an adapter as a model; UserError for a folder that is no adapter of the base."""
-        open_peft(folder)
         architecture = self.bundle.architecture
         adapter = dataclasses.replace(read_adapter(folder, architecture, DTYPE), dropout=0.0)
         bundle = dataclasses.replace(self.bundle, adapter=adapter)
@@ -77,10 +75,15 @@ class AdapterRoutes:
     """vLLM's routes by which requests load and unload adapters."""
 
     def __init__(
-        self, answerer: Answerer, loader: AdapterLoader, thread: ThreadPoolExecutor, most: int
+        self,
+        answerer: Answerer,
+        loader: AdapterLoader,
+        thread: ThreadPoolExecutor,
+        max_adapters: int,
     ):
-        """thread: launches the device's work. most: names of adapters at once."""
-        self.answerer, self.loader, self.thread, self.most = answerer, loader, thread, most
+        """thread: launches the device's work. max_adapters: adapters that are loaded at once."""
+        self.answerer, self.loader, self.thread = answerer, loader, thread
+        self.max_adapters = max_adapters
         self._base = next(iter(answerer.models))
         self._loading = asyncio.Lock()
 
@@ -106,8 +109,11 @@ class AdapterRoutes:
                     " load_inplace",
                     "lora_name",
                 )
-            if name not in models and len(loaded) >= self.most:
-                refuse(f"{self.most} adapters are loaded already, the most that --max-loras allows")
+            if name not in models and len(loaded) >= self.max_adapters:
+                refuse(
+                    f"{self.max_adapters} adapters are loaded already, the most that --max-loras"
+                    " allows"
+                )
             work = self.loader.load, name, folder, self._base
             try:
                 model = await asyncio.get_running_loop().run_in_executor(self.thread, *work)
@@ -130,14 +136,18 @@ class AdapterRoutes:
 
 
 def close_when_idle(model: ServedModel) -> None:
-    """End an adapter's engine behind the answers that it is drawing."""
+    """Close an adapter's engine after the answers that it is drawing."""
     engine: Any = model.engine
     model.replace(lambda: asyncio.ensure_future(engine.close()), "unloaded")
 
 
 def read_text(body: Mapping[str, Any], field: str) -> str:
-    """Return a field that holds a text; RequestRefused."""
+    """Return a field that holds a text; RequestRefused for any other value."""
     value = body.get(field)
     if not isinstance(value, str) or not 0 < len(value) <= MAX_TEXT:
-        raise RequestRefused(400, f"{field} must be a text, found {show(value, 60)}", field)
+        raise RequestRefused(
+            400,
+            f"{field} must be a text of 1 to {MAX_TEXT} characters, found {show(value, 60)}",
+            field,
+        )
     return value

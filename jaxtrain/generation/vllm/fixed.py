@@ -1,4 +1,4 @@
-"""Servers whose weights nobody changes: answers to prompts, without a trainer."""
+"""Servers that keep their weights: answers to prompts, without a trainer."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -12,7 +12,7 @@ from jaxtrain.generation.vllm.servers import Servers
 
 
 class FixedServers(Servers):
-    """Servers that are up with the weights that they have, whatever they call them: version 0."""
+    """Servers that are up with the weights that they have, under any name: version 0."""
 
     @override
     def read_label(self, label: str) -> int | None:

@@ -211,7 +211,11 @@ def _read_sglang(answer: Any) -> dict[str, Any]:
     include the one that ended the answer."""
     try:
         meta = answer["meta_info"]
-        pairs = [(entry[0], entry[1]) for entry in meta["output_token_logprobs"]]
+        reason = meta["finish_reason"]["type"]
+        # A request that is aborted while it waits has drawn nothing, and may come without the key.
+        drawn = meta.get("output_token_logprobs")
+        drawn = [] if drawn is None and reason == "abort" else drawn
+        pairs = [(entry[0], entry[1]) for entry in drawn]
         tops = meta.get("output_top_logprobs") or [()] * len(pairs)
         content = [
             {
@@ -221,7 +225,6 @@ def _read_sglang(answer: Any) -> dict[str, Any]:
             }
             for (value, token), best in zip(pairs, tops, strict=True)
         ]
-        reason = meta["finish_reason"]["type"]
     except (AttributeError, IndexError, KeyError, TypeError, ValueError):
         raise GarbageAnswer(
             f"no output_token_logprobs in meta_info: {str(answer)[:120]!r}"
