@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -101,7 +102,7 @@ def write_config(
         raw["dtype"] = common
     for place in raw.get("auto_map", {}).values():
         source = REMOTE_CODE / f"{place.partition('.')[0]}.py.txt"
-        (folder / source.stem).write_text(source.read_text())
+        shutil.copyfile(source, folder / source.stem)
     unfinished = folder / ".config.json.unfinished"
     unfinished.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     os.replace(unfinished, folder / "config.json")
