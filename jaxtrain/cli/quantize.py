@@ -220,17 +220,22 @@ def choose_matrices(folder: Path, family: str | None = None) -> set[str]:
 def list_tables(folder: Path, family: str | None, tables: str) -> set[str]:
     """Return the tensors of the head ("head") or of it and the embeddings ("all"); UserError for a
     head that is the table of embeddings, unless both are asked for."""
+    from jaxtrain.huggingface.safetensors import SafetensorsFolder
     from jaxtrain.models import families
 
+    if tables == "none":
+        return set()
     config = families.read_config(folder, family)
-    params = {"none": (), "head": ("lm_head.",), "all": ("embed.", "lm_head.")}[tables]
+    params = ("lm_head.embedding", *(("embed.embedding",) if tables == "all" else ()))
     names = {
         name
         for entry in families.family(config).names(config)
-        if entry.param.startswith(params or "-") and entry.param.endswith(".embedding")
+        if entry.param in params
         for name in entry.op.shapes((config.vocab_size, config.hidden_size))
     }
-    if params and not names:
+    if tables == "all":  # a head that is stored again must stay equal to the embeddings
+        names |= config.table_copies.keys() & SafetensorsFolder(folder).tensors.keys()
+    if not names:
         raise UserError(
             f"quantize: the head of {config.architecture} in {folder} is its table of embeddings;"
             " remove --tables head, or quantize both by --layout torchao --tables all"
