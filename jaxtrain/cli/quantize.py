@@ -117,6 +117,11 @@ def quantize_command(args: argparse.Namespace) -> None:
     with plain_folder(args, trained, output.parent) as plain:
         family = None if trained is None else trained.config.model.family
         names = choose_matrices(plain, family) | list_tables(plain, family, args.tables)
+        if torchao and any(".experts." in name for name in names):
+            raise UserError(
+                "quantize: transformers would leave experts in torchao's layout at random values;"
+                " remove --layout torchao"
+            )
         with replace_folder(output) as unfinished:
             summary = quantize_folder(
                 plain,

@@ -174,6 +174,15 @@ def test_refused(base, tmp_path, capsys, change, options, messages):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_experts_are_refused_in_the_layout_of_torchao(tmp_path, capsys):
+    """transformers 5.24 would find none of them and start from random ones."""
+    folder = make(tmp_path / "model", RAW["qwen3_moe"])
+    argv = ["quantize", str(folder), "--scheme", "fp8", "--output", str(tmp_path / "out")]
+    code, output = run_verb([*argv, "--layout", "torchao"], capsys)
+    assert code == 2 and "leave experts in torchao's layout at random" in output, output
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_numbers_that_are_not_finite_leave_no_folder(base, tmp_path, capsys):
     folder = tmp_path / "model"
     shutil.copytree(base, folder)
