@@ -39,13 +39,13 @@ def run_quantize(argv: list[str]) -> None:
         choices=("compressed-tensors", "torchao"),
         default="compressed-tensors",
         help="of the folder's tensors: as vLLM and transformers read them (default), or as"
-        " transformers does with torchao (fp8 and int8)",
+        " transformers does with torchao (fp8 and int8 of dense models)",
     )
     parser.add_argument(
         "--tables",
         choices=("none", "head", "all"),
         default="none",
-        help="quantize a head of its own, too, or it and the embeddings (torchao); default none",
+        help="also quantize a head that is not tied, or head and embeddings (torchao); default none",
     )
     parser.add_argument(
         "--output", type=expand_path, help="default, of a run: RUN/quantized-SCHEME"
