@@ -45,7 +45,7 @@ def run_quantize(argv: list[str]) -> None:
         "--tables",
         choices=("none", "head", "all"),
         default="none",
-        help="also quantize a head that is not tied, or head and embeddings (torchao); default none",
+        help="also quantize an untied head, or head and embeddings (torchao); default none",
     )
     parser.add_argument(
         "--output", type=expand_path, help="default, of a run: RUN/quantized-SCHEME"
