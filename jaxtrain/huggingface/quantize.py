@@ -106,12 +106,12 @@ def quantize_folder(
                 for part, array in layout.name_tensors(name, encode(how, matrix, group)).items():
                     shape = plan[part][0]
                     yield SplitPiece(part, shape, (rows, slice(0, shape[1])), array)
-            whole = {}
+            constants = {}
             if "_shape" in shapes:
-                whole["_shape"] = np.array(stored.shape, np.int64)
+                constants["_shape"] = np.array(stored.shape, np.int64)
             if "_zero_point" in shapes:
-                whole["_zero_point"] = np.zeros(shapes["_zero_point"][0], np.int8)
-            for part, array in layout.name_tensors(name, whole).items():
+                constants["_zero_point"] = np.zeros(shapes["_zero_point"][0], np.int8)
+            for part, array in layout.name_tensors(name, constants).items():
                 yield SplitPiece(part, array.shape, full_index(array.shape), array)
 
     is_torchao = layout.method == TORCHAO

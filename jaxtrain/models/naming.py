@@ -80,8 +80,8 @@ def predictor_names(config: DecoderConfig) -> list[ParameterEntry]:
     form, inner = config.mtp.form, config.mtp.inner
 
     def rename(name: str) -> str:
-        _, _, number, rest = name.split(".", 3)
-        return form.block.format(n=number) + rest
+        _, _, number, ending = name.split(".", 3)
+        return form.block.format(n=number) + ending
 
     blocks = sys.modules[type(inner).__module__].names(inner)
     blocks = [entry for entry in blocks if entry.param.startswith("stack.")]

@@ -262,12 +262,12 @@ def test_weights_with_a_time_to_live_are_deleted_after_it(server, base, monkeypa
     assert saved["path"] == path
     WeightsStore(server.api.folder, base).delete_expired()  # as a restart does
     server.device.submit(server.api.store.delete_expired).result(60)
-    left = sorted(
+    remaining = sorted(
         file.parent.name
         for file in server.api.folder.glob("models/*/*weights/*/about.json")
         if client.model_id.replace(":", "_") in str(file)
     )
-    assert left == ["a", "b"]
+    assert remaining == ["a", "b"]
     server.ask("weights_info", {"tinker_path": forever})
 
 
