@@ -6,7 +6,6 @@ import itertools
 import json
 import math
 import os
-import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
@@ -23,6 +22,7 @@ from jaxtrain.huggingface.ops import (
     full_index,
 )
 from jaxtrain.huggingface.packed import open_folder
+from jaxtrain.huggingface.remote_code import write_modules
 from jaxtrain.huggingface.safetensors import (
     RoundingLoss,
     SafetensorsFolder,
@@ -34,9 +34,6 @@ from jaxtrain.models.check_tensors import fixed_dtypes
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.families import family
-
-REMOTE_CODE = Path(__file__).parents[1] / "assets" / "remote_code"
-"""PyTorch modules for folders whose config.json names them in `auto_map`."""
 
 
 def save(
@@ -100,9 +97,7 @@ def write_config(
     raw["torch_dtype"] = common
     if "dtype" in raw:
         raw["dtype"] = common
-    for place in raw.get("auto_map", {}).values():
-        source = REMOTE_CODE / f"{place.partition('.')[0]}.py.txt"
-        shutil.copyfile(source, folder / source.stem)
+    write_modules(raw, folder)
     unfinished = folder / ".config.json.unfinished"
     unfinished.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     os.replace(unfinished, folder / "config.json")
