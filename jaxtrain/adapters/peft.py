@@ -470,7 +470,8 @@ def _names_in_memory(config: DecoderConfig, module: str, beside: bool) -> list[s
 
 
 def _rename(name: str, beside: bool) -> str:
-    """Return the name in PEFT of a tensor of a folder, where it does not rename that."""
+    """Return PEFT's name of a folder's tensor: another one for what PEFT does not rename itself,
+    towers and folders of SIDE_BY_SIDE."""
     module = name.removeprefix(PREFIX)
     renamed = beside or TOWER.match(module)
     return PREFIX + module_in_memory(module, beside) if renamed else name

@@ -39,13 +39,13 @@ def run_quantize(argv: list[str]) -> None:
         choices=("compressed-tensors", "torchao"),
         default="compressed-tensors",
         help="of the folder's tensors: as vLLM and transformers read them (default), or as"
-        " transformers does with torchao (fp8 and int8)",
+        " transformers does with torchao (fp8 and int8 of dense models)",
     )
     parser.add_argument(
         "--tables",
         choices=("none", "head", "all"),
         default="none",
-        help="quantize a head of its own, too, or it and the embeddings (torchao); default none",
+        help="also quantize an untied head, or head and embeddings (torchao); default none",
     )
     parser.add_argument(
         "--output", type=expand_path, help="default, of a run: RUN/quantized-SCHEME"
@@ -117,6 +117,11 @@ def quantize_command(args: argparse.Namespace) -> None:
     with plain_folder(args, trained, output.parent) as plain:
         family = None if trained is None else trained.config.model.family
         names = choose_matrices(plain, family) | list_tables(plain, family, args.tables)
+        if torchao and any(".experts." in name for name in names):
+            raise UserError(
+                "quantize: transformers would leave experts in torchao's layout at random values;"
+                " remove --layout torchao"
+            )
         with replace_folder(output) as unfinished:
             summary = quantize_folder(
                 plain,
@@ -220,17 +225,22 @@ def choose_matrices(folder: Path, family: str | None = None) -> set[str]:
 def list_tables(folder: Path, family: str | None, tables: str) -> set[str]:
     """Return the tensors of the head ("head") or of it and the embeddings ("all"); UserError for a
     head that is the table of embeddings, unless both are asked for."""
+    from jaxtrain.huggingface.safetensors import SafetensorsFolder
     from jaxtrain.models import families
 
+    if tables == "none":
+        return set()
     config = families.read_config(folder, family)
-    params = {"none": (), "head": ("lm_head.",), "all": ("embed.", "lm_head.")}[tables]
+    params = ("lm_head.embedding", *(("embed.embedding",) if tables == "all" else ()))
     names = {
         name
         for entry in families.family(config).names(config)
-        if entry.param.startswith(params or "-") and entry.param.endswith(".embedding")
+        if entry.param in params
         for name in entry.op.shapes((config.vocab_size, config.hidden_size))
     }
-    if params and not names:
+    if tables == "all":  # a head that is stored again must stay equal to the embeddings
+        names |= config.table_copies.keys() & SafetensorsFolder(folder).tensors.keys()
+    if not names:
         raise UserError(
             f"quantize: the head of {config.architecture} in {folder} is its table of embeddings;"
             " remove --tables head, or quantize both by --layout torchao --tables all"

@@ -48,7 +48,7 @@ class MTPTraining(Section):
     train: Literal["none", "decoupled", "joint"] = "none"
     """none: the head's tensors are copied into every export as they are. decoupled: the head
     trains beside the model, which its loss does not reach. joint: its loss trains the model, too.
-    A folder without a head gets a new one."""
+    To be trained, a folder without a head gets a new one."""
     weight: float = Field(0.1, gt=0, le=1000)
     """Factor of its loss."""
 
@@ -120,7 +120,7 @@ class ModelConfig(Section):
     vision: VisionTraining = VisionTraining()
     """Tower and projector of a model that reads images."""
     mtp: MTPTraining = MTPTraining()
-    """The head that guesses the token behind the next one."""
+    """The head that guesses the token after the next one."""
     neftune_alpha: float = Field(0.0, ge=0, le=1000)
     """Uniform noise on the embeddings in training, in +-alpha / sqrt(tokens of the text * features)
     (NEFTune: 5 to 15). 0: none."""
@@ -212,7 +212,7 @@ class OptimConfig(Section):
     beta2: float = Field(0.999, ge=0, lt=1)
     """Second-moment decay (adamw, schedule_free_adamw, lion, and muon's adamw)."""
     eps: float = Field(1e-8, ge=1.2e-38, le=1)
-    """Term that keeps adamw's division finite; a smaller one would be 0 in float32."""
+    """Term that keeps adamw's division finite; below 1.2e-38 it would be 0 in float32."""
     moments: Literal["params", "float32", "bfloat16", "int8", "int4"] = "params"
     """What moments or momentum (of every optimizer but adafactor) are stored as between steps: as
     the parameters are (model.param_dtype), or in 4, 2, about 1 or about half a byte each. bfloat16

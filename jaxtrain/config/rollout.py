@@ -98,10 +98,10 @@ class RolloutConfig(Section):
     """Share of a round's groups that the kept ones make up, as far as there are some, beside those
     that stand in: so many prompts fewer are asked."""
     replay_logp: Literal["sampler", "recomputed"] = "sampler"
-    """Log-probs that kept groups count as drawn with. sampler: those of the weights that drew them,
-    so that ratios and corrections see how far the policy has moved. recomputed: those of the
-    weights that meet them again, one pass more for rounds that hold some: they are trained as if
-    they were just drawn."""
+    """Log-probs that stand for the sampler's in kept groups. sampler: those of the weights that
+    drew them, so that ratios and corrections see how far the policy has moved. recomputed: those of
+    the weights at the beginning of the round, as if these had drawn the groups; rounds with such
+    groups take one more pass."""
     curator: str = "all"
     """Which of the prompts that come up are asked. all: every one. solved: not those that are
     nearly always solved. greso: those whose groups keep earning the same, less and less often. Or

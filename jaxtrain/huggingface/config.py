@@ -90,10 +90,10 @@ def read_fields(cls: type, raw: Mapping[str, Any]) -> dict[str, Any]:
     names = {cls.renamed.get(name, name) for name in names}
     defaults = hf_defaults(model_type)
     raw = _resolve_aliases(raw, _config_class(model_type).attribute_map, names)
-    known = names | IGNORED | positions
+    accepted = names | IGNORED | positions
     fixed = {key: v for key, v in getattr(cls, "fixed", {}).items() if key not in names}
     fixed_values = {key: raw[key] for key in raw if key in fixed}
-    unread = {key: raw[key] for key in raw if key not in known and key not in fixed}
+    unread = {key: raw[key] for key in raw if key not in accepted and key not in fixed}
     problems = find_contradictions(raw, {k: v for k, v in fixed.items() if k in raw})
     problems += [
         f"{spell(key)}={shorten(value)} is not supported for model_type {spell(model_type)!r},"
@@ -152,8 +152,8 @@ def _resolve_aliases(
         for key in raw
         if key not in names and aliases.get(key) in names and raw.get(aliases[key]) is None
     }
-    kept = {key: value for key, value in raw.items() if key not in renames.values()}
-    return {renames.get(key, key): value for key, value in kept.items()}
+    unrenamed = {key: value for key, value in raw.items() if key not in renames.values()}
+    return {renames.get(key, key): value for key, value in unrenamed.items()}
 
 
 @functools.lru_cache(maxsize=64)
@@ -161,14 +161,14 @@ def read_attributes(model_type: str) -> frozenset[str]:
     """Return the attributes of a config.json that transformers knows for a model_type: those of its
     config class, their aliases, and those that the files of its network read."""
     config_class = _config_class(model_type)
-    known = {*hf_defaults(model_type), *config_class.attribute_map, *ROPE, "partial_rotary_factor"}
-    known |= {name for kind in config_class.__mro__ for name in inspect.get_annotations(kind)}
+    names = {*hf_defaults(model_type), *config_class.attribute_map, *ROPE, "partial_rotary_factor"}
+    names |= {name for kind in config_class.__mro__ for name in inspect.get_annotations(kind)}
     file = Path(inspect.getfile(config_class))
     for source in (file, *file.parent.glob("modeling_*.py")):
         pattern = TAKEN if source == file else READ
         matches = pattern.finditer(source.read_text(encoding="utf-8"))
-        known |= {match[match.lastindex or 0] for match in matches}
-    return frozenset(known)
+        names |= {match[match.lastindex or 0] for match in matches}
+    return frozenset(names)
 
 
 def _is_default(key: str, value: Any, defaults: Mapping[str, Any]) -> bool:

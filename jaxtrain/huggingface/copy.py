@@ -18,6 +18,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import check_inside, read_object
 from jaxtrain.huggingface.ops import SplitPiece, full_index
 from jaxtrain.huggingface.packed import is_packed, open_folder, without_packing
+from jaxtrain.huggingface.remote_code import write_modules
 from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, SHARD, write_folder
 
 
@@ -83,6 +84,7 @@ def copy_folder(
 
     write_folder(output, plan, pieces(), max_shard_bytes)
     copy_beside(base, output)
+    write_modules(config or {}, output)
     if dtype and config is not None:
         config = {**config, "torch_dtype": str(np.dtype(dtype))}
         config.pop("dtype", None)

@@ -1,7 +1,7 @@
 """Quantize matrices of a Hugging Face folder, a part of a tensor at a time."""
 
 import json
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -14,6 +14,7 @@ from jaxtrain.huggingface.compressed import (
     NIBBLES,
     SCHEMES,
     TORCHAO,
+    Scheme,
     encode,
     encoded_shapes,
     write_config,
@@ -34,7 +35,22 @@ class Layout(NamedTuple):
     method: str
     """METHOD or TORCHAO."""
     embeddings: bool = False
-    """Whether the table of embeddings is quantized, too."""
+    """True if the table of embeddings is quantized, too."""
+
+    def name_tensors(self, name: str, parts: Mapping[str, Any]) -> dict[str, Any]:
+        """Return {name of a tensor: value} for {suffix: value} of a matrix "X.weight"."""
+        if self.method == TORCHAO:
+            return torchao.name_tensors(name, parts)
+        return {name + ending: value for ending, value in parts.items()}
+
+    def shapes(self, scheme: Scheme, shape: tuple[int, ...], group: int) -> dict[str, Any]:
+        """Return {suffix: (shape, dtype)} of the tensors of a matrix [out, in]."""
+        shapes = encoded_shapes(scheme, shape, group)
+        if self.method == TORCHAO:
+            shapes["_scale"] = (shapes["_scale"][0], np.dtype(np.float32))
+            if scheme.kind == "int":
+                shapes["_zero_point"] = ((shape[0], 1), np.dtype(np.int8))
+        return shapes
 
 
 COMPRESSED = Layout(METHOD)
@@ -70,26 +86,11 @@ def quantize_folder(
     files, how = SafetensorsFolder(base), SCHEMES[scheme]
     check_matrices(files, names, group if how.grouped else None)
     plan: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
-    is_torchao = layout.method == TORCHAO
-
-    def store(name: str, parts: dict[str, Any]) -> dict[str, Any]:
-        if is_torchao:
-            return torchao.store(name, parts)
-        return {name + ending: value for ending, value in parts.items()}
-
-    def shapes_of(shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], Any]]:
-        shapes = encoded_shapes(how, shape, group)
-        if is_torchao:
-            shapes["_scale"] = (shapes["_scale"][0], np.dtype(np.float32))
-            if how.kind == "int":
-                shapes["_zero_point"] = ((shape[0], 1), np.dtype(np.int8))
-        return shapes
-
     for name, stored in files.tensors.items():
         if name not in names:
             plan[name] = (stored.shape, stored.dtype)
             continue
-        plan |= store(name, shapes_of(stored.shape))
+        plan |= layout.name_tensors(name, layout.shapes(how, stored.shape, group))
 
     def pieces() -> Iterator[SplitPiece]:
         for name, stored in files.tensors.items():
@@ -97,31 +98,32 @@ def quantize_folder(
                 for part in cut(stored.shape):
                     yield SplitPiece(name, stored.shape, part, files.fetch(name, part))
                 continue
-            shapes = shapes_of(stored.shape)
+            shapes = layout.shapes(how, stored.shape, group)
             for rows, columns in cut(stored.shape):
                 matrix = files.fetch(name, (rows, columns))
                 if not np.isfinite(matrix.astype(np.float32)).all():
                     raise UserError(f"{base}: {shorten(name)} holds NaN or infinite values")
-                for part, array in store(name, encode(how, matrix, group)).items():
+                for part, array in layout.name_tensors(name, encode(how, matrix, group)).items():
                     shape = plan[part][0]
                     yield SplitPiece(part, shape, (rows, slice(0, shape[1])), array)
-            whole = {}
+            constants = {}
             if "_shape" in shapes:
-                whole["_shape"] = np.array(stored.shape, np.int64)
+                constants["_shape"] = np.array(stored.shape, np.int64)
             if "_zero_point" in shapes:
-                whole["_zero_point"] = np.zeros(shapes["_zero_point"][0], np.int8)
-            for part, array in store(name, whole).items():
+                constants["_zero_point"] = np.zeros(shapes["_zero_point"][0], np.int8)
+            for part, array in layout.name_tensors(name, constants).items():
                 yield SplitPiece(part, array.shape, full_index(array.shape), array)
 
+    is_torchao = layout.method == TORCHAO
     metadata = torchao.write_metadata(scheme, files.tensors, names) if is_torchao else None
     write_folder(output, plan, pieces(), max_shard_bytes, metadata=metadata)
     copy_beside(base, output)
     ignore = list_ignored(files, names)
-    if is_torchao:
-        packing = torchao.write_config(scheme, ignore, embeddings=layout.embeddings)
-    else:
-        packing = write_config(how, group, ignore)
-    config["quantization_config"] = packing
+    config["quantization_config"] = (
+        torchao.write_config(scheme, ignore, embeddings=layout.embeddings)
+        if is_torchao
+        else write_config(how, group, ignore)
+    )
     (output / "config.json").write_text(json.dumps(config, indent=2, sort_keys=True) + "\n")
     sizes = [
         sum(

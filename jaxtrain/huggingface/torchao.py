@@ -37,7 +37,7 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def store(name: str, parts: Mapping[str, T]) -> dict[str, T]:
+def name_tensors(name: str, parts: Mapping[str, T]) -> dict[str, T]:
     """Return {name of a tensor: value} for {suffix: value} of a matrix `name` ("X.weight")."""
     ends = {"": "qdata", "_scale": "scale", "_zero_point": "zero_point"}
     module, _, weight = name.rpartition(".")

@@ -1,5 +1,5 @@
 """Multi-token prediction (DeepSeek-V3, arXiv:2412.19437, section 2.2): a head guesses the token
-behind the next one.
+after the next one.
 
     final state of a token, norm ────┐
                                      ├─ fc ──> block ──> norm, the model's head ──> guess

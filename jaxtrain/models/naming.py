@@ -80,8 +80,8 @@ def predictor_names(config: DecoderConfig) -> list[ParameterEntry]:
     form, inner = config.mtp.form, config.mtp.inner
 
     def rename(name: str) -> str:
-        _, _, number, rest = name.split(".", 3)
-        return form.block.format(n=number) + rest
+        _, _, number, ending = name.split(".", 3)
+        return form.block.format(n=number) + ending
 
     blocks = [entry for entry in family(inner).names(inner) if entry.param.startswith("stack.")]
     entries = [e._replace(param=f"mtp.{e.param}") for e in rename_tensors(blocks, rename)]

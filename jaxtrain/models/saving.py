@@ -22,6 +22,7 @@ from jaxtrain.huggingface.ops import (
     full_index,
 )
 from jaxtrain.huggingface.packed import open_folder
+from jaxtrain.huggingface.remote_code import write_modules
 from jaxtrain.huggingface.safetensors import (
     RoundingLoss,
     SafetensorsFolder,
@@ -33,9 +34,6 @@ from jaxtrain.models.check_tensors import fixed_dtypes
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.families import family
-
-REMOTE_CODE = Path(__file__).parents[1] / "assets" / "remote_code"
-"""PyTorch modules for folders whose config.json names them in `auto_map`."""
 
 
 def save(
@@ -99,9 +97,7 @@ def write_config(
     raw["torch_dtype"] = common
     if "dtype" in raw:
         raw["dtype"] = common
-    for place in raw.get("auto_map", {}).values():
-        source = REMOTE_CODE / f"{place.partition('.')[0]}.py.txt"
-        (folder / source.stem).write_text(source.read_text())
+    write_modules(raw, folder)
     unfinished = folder / ".config.json.unfinished"
     unfinished.write_text(json.dumps(raw, indent=2, sort_keys=True) + "\n")
     os.replace(unfinished, folder / "config.json")

@@ -58,7 +58,7 @@ class Entry:
     ran: bool = True
     """False if it has ended without being run."""
     restarts: int = 0
-    """Servers that have begun to run it again, after one that was killed."""
+    """Number of servers that have begun to run it again after another had ended meanwhile."""
     read_at: float | None = None
     """Time at which its result was first read."""
     ended_at: float | None = None

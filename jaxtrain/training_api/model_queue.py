@@ -60,9 +60,9 @@ class ModelQueue:
         self.entries, self._order = read_entries(records)
         self.waiting = {seq: entry for seq, entry in self.entries.items() if entry.result is None}
         """Requests that have not ended, by number."""
-        self._interrupted = set(self.waiting)
-        """Numbers of requests that an earlier server may have been running when it ended."""
         self.next_seq = max(self._order, default=-1) + 1
+        self._interrupted = self.next_seq if self.next_seq in self.waiting else None
+        """Number of the request that an earlier server may have been running when it ended."""
         self._loaded, self._loading = False, asyncio.Lock()
         self._read: deque[tuple[float, Entry]] = deque()
         self._snapshot_at, self._snapshot_size = time.monotonic(), 0
@@ -145,7 +145,7 @@ class ModelQueue:
             try:
                 await self.load()
                 if entry.result is None:
-                    await self._end(entry, await self._in_thread(self._run_counted, entry))
+                    await self._end(entry, await self._run_counted(entry))
             # What _open has printed; a later server may succeed, so the log is left as it is.
             except Exception as error:
                 self.broken = f"{type(error).__name__}: {error}"
@@ -230,16 +230,19 @@ class ModelQueue:
     async def _end(self, entry: Entry, result: Result, ran: bool = True) -> None:
         """Log a result, then hand it out."""
         entry.ran, entry.result = ran, result
-        while True:
-            try:
-                await asyncio.to_thread(self.journal.append, entry.result_record())
-                break
-            except OSError as error:
-                print(f"{self.journal.path} cannot be written: {error}", file=sys.stderr)
-                await asyncio.sleep(RETRY_SECONDS)
+        await self._append(entry.result_record())
         self._order.append(entry.seq_id)
         self.waiting.pop(entry.seq_id, None)
         entry.end(result)
+
+    async def _append(self, record: Record) -> None:
+        """Log a record; wait while the disk is full."""
+        while True:
+            try:
+                return await asyncio.to_thread(self.journal.append, record)
+            except OSError as error:
+                print(f"{self.journal.path} cannot be written: {error}", file=sys.stderr)
+                await asyncio.sleep(RETRY_SECONDS)
 
     def note_read(self, entry: Entry) -> None:
         """Note that a result was read: it stays for RETENTION_SECONDS more."""
@@ -251,21 +254,21 @@ class ModelQueue:
         loop = asyncio.get_running_loop()
         return await asyncio.shield(loop.run_in_executor(self.thread, work, *args))
 
-    def _run_counted(self, entry: Entry) -> Result:
+    async def _run_counted(self, entry: Entry) -> Result:
         """Run a request unless it has ended too many servers."""
-        if entry.seq_id not in self._interrupted:
-            return self._run(entry)
+        if entry.seq_id != self._interrupted:
+            return await self._in_thread(self._run, entry)
         if entry.restarts >= MAX_RESTARTS:
             cause = (
                 f"{entry.operation} of seq_id {entry.seq_id} is refused: {entry.restarts + 1}"
-                " servers ended while they ran it, as one does that the system kills for memory or"
-                " that a program on the device ends; shorter data or a larger machine may help"
+                " servers ended while they ran it (the system may have killed them for memory);"
+                " shorter data or a larger machine may help"
             )
             print(f"{self.operations.model_id}: {cause}", file=sys.stderr)
-            return self._fail(entry, Result.error(cause, SERVER))
+            return await self._in_thread(self._fail, entry, Result.error(cause, SERVER))
         entry.restarts += 1
-        self.journal.append(entry.restart_record())
-        return self._run(entry)
+        await self._append(entry.restart_record())
+        return await self._in_thread(self._run, entry)
 
     def _run(self, entry: Entry) -> Result:
         """Run a request; called by the device's thread."""

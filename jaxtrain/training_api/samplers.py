@@ -45,6 +45,8 @@ class Samplers:
 
     def keep(self, path: str, kind: ModelKind, params: Any) -> None:
         """Keep the weights of a path in memory; called by the device's thread."""
+        if path == self.current:  # other weights had this name until they were deleted
+            self.current = UNKNOWN
         self._cache[path] = (kind, params)
         self._cache.move_to_end(path)
         while len(self._cache) > CACHE_SIZE:
@@ -64,7 +66,6 @@ class Samplers:
                     self.current = UNKNOWN
                     loop = asyncio.get_running_loop()
                     await loop.run_in_executor(self.thread, self._use, path)
-                    self.current = path
                 self._running += 1
             finally:
                 self._waiting.remove(ticket)
@@ -85,6 +86,8 @@ class Samplers:
     def _use(self, path: str | None) -> None:
         model = self._base if path is None else self._open(path)
         self.engine.use(model, next(self._versions))
+        # Here and not in the event loop: `keep` of this thread may replace the weights next.
+        self.current = path
 
     def _open(self, path: str) -> Any:
         """Return the sampler's model of a path."""

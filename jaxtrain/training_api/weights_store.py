@@ -83,6 +83,8 @@ class WeightsStore:
             _, folder = heapq.heappop(self._expiring)
             # Newer ones may have taken their place.
             if (saved := self._read(folder)) is not None and saved.expired:
+                # First: where the newer ones are gone, `read_about` takes these for the weights.
+                shutil.rmtree(replaced_folder(folder), ignore_errors=True)
                 shutil.rmtree(folder, ignore_errors=True)
 
     def _check_base(self) -> None:
@@ -118,7 +120,7 @@ class WeightsStore:
 
     def read_about(self, folder: Path) -> Saved | None:
         """Return the weights in a folder; None: there are none."""
-        old = folder.with_name(f".{folder.name}.old")
+        old = replaced_folder(folder)
         with self._renaming:
             if not folder.exists() and old.exists():  # killed between two renames
                 os.replace(old, folder)
@@ -153,7 +155,7 @@ class WeightsStore:
         if seconds is not None:
             about["expires"] = time.time() + seconds
         write_json(unfinished / ABOUT, about)
-        old = folder.with_name(f".{folder.name}.old")
+        old = replaced_folder(folder)
         shutil.rmtree(old, ignore_errors=True)
         with self._renaming:
             if folder.exists():
@@ -174,6 +176,11 @@ class WeightsStore:
         """Return a sampler's parameters."""
         shapes = {**kind.roles.copy_shapes, **kind.roles.trained_shapes}
         return read_arrays(folder, shapes)[0]
+
+
+def replaced_folder(folder: Path) -> Path:
+    """Return where weights are while newer ones take their place."""
+    return folder.with_name(f".{folder.name}.old")
 
 
 def write_json(path: Path, value: dict[str, Any]) -> None:

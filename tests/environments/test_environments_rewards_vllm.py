@@ -104,6 +104,9 @@ def test_encoders_get_prompt_and_answer_as_two_texts(server):
     assert body["text_2"] == ["4", "it is 4 indeed"]
     assert actual == [9.0, -4.0, None], "an empty answer is not asked about"
     assert judge(["b", "bcd"], prompt="a", url=server.url, pair=True) == [0.0, -2.0]
+    picture = {"role": "user", "content": [{"type": "image", "path": "a.png"}]}
+    with pytest.raises(UserError, match="a prompt has images"):
+        judge(prompt=[picture], url=server.url, pair=True)
 
 
 def test_steps_are_scored_where_they_end(server):

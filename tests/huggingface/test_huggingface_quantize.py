@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 from jaxtrain.cli.quantize import choose_matrices, list_notes, list_tables
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.compressed import BFLOAT16, SCHEMES, encode
-from jaxtrain.huggingface.copy import copy_folder
+from jaxtrain.huggingface.copy import TensorChanges, copy_folder
 from jaxtrain.huggingface.ops import SplitPiece, full_index
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.quantize import Layout, cut, quantize_folder
@@ -174,6 +174,15 @@ def test_refused(base, tmp_path, capsys, change, options, messages):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def test_experts_are_refused_in_the_layout_of_torchao(tmp_path, capsys):
+    """transformers 5.24 would find none of them and start from random ones."""
+    folder = make(tmp_path / "model", RAW["qwen3_moe"])
+    argv = ["quantize", str(folder), "--scheme", "fp8", "--output", str(tmp_path / "out")]
+    code, output = run_verb([*argv, "--layout", "torchao"], capsys)
+    assert code == 2 and "leave experts in torchao's layout at random" in output, output
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_numbers_that_are_not_finite_leave_no_folder(base, tmp_path, capsys):
     folder = tmp_path / "model"
     shutil.copytree(base, folder)
@@ -280,24 +289,35 @@ def test_torchao_holds_the_numbers_of_compressed_tensors(untied, tmp_path, schem
     loading.check_folder(tmp_path / "ao", families.read_config(tmp_path / "ao"))
 
 
+def test_a_tied_head_that_is_stored_too_stays_equal_to_the_embeddings(base, tmp_path):
+    copies = {"lm_head.weight": "model.embed_tokens.weight"}
+    copy_folder(base, tmp_path / "base", changes=TensorChanges(copies=copies))
+    names = tables_too(tmp_path / "base", tmp_path / "ao", "int8")
+    assert {*copies, *copies.values()} <= names
+    loading.check_folder(tmp_path / "ao", families.read_config(tmp_path / "ao"))
+
+
+@pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("scheme", ["int8", "fp8"])
 @pytest.mark.slow
-def test_transformers_reads_torchao_and_the_same_numbers(untied, tmp_path, scheme):
+def test_transformers_reads_torchao_and_the_same_numbers(base, untied, tmp_path, scheme, tied):
     """Bit for bit, embeddings and head included."""
     pytest.importorskip("torchao.quantization", reason="pip install torchao")
     import torch
     import transformers
 
-    tables_too(untied, tmp_path / "ao", scheme)
+    source = base if tied else untied
+    names = tables_too(source, tmp_path / "ao", scheme)
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ao", dtype=torch.bfloat16)
-    plain = transformers.AutoModelForCausalLM.from_pretrained(untied, dtype=torch.float32)
+    plain = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.float32)
     files, packed = open_folder(tmp_path / "ao"), 0
-    for name, value in model.state_dict().items():
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
+    for name, value in model.named_parameters():  # a table that is the head, too, once
         if hasattr(value, "qdata"):
             value, packed = value.dequantize(), packed + 1
         read = files.fetch(name, full_index(files.tensors[name].shape)).astype(np.float32)
-        assert (value.float().numpy() == read).all(), name
-    assert packed == 16
+        assert (value.detach().float().numpy() == read).all(), name
+    assert packed == len(names)
     ids = torch.arange(40)[None]
     with torch.no_grad():
         error = (model(ids).logits.float() - plain(ids).logits).abs().max()

@@ -14,6 +14,7 @@ from tiny_models import SIZES
 from jaxtrain.data.packing.pack import build_batch, lay_out
 from jaxtrain.data.packing.tree import Node, Tree
 from jaxtrain.errors import UserError
+from jaxtrain.huggingface.copy import copy_folder
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.methods.drafts.anchors import block_weights, decay_of, lay_blocks
 from jaxtrain.methods.drafts.dflash_loss import DFlashLossOptions, confidence, dflash_loss
@@ -294,6 +295,23 @@ def test_a_folder_gives_the_same_logits_and_the_names_that_others_read(tmp_path)
     shapes = {name: stored.shape for name, stored in SafetensorsFolder(tmp_path).tensors.items()}
     assert shapes["fc.weight"] == (WIDTH, 2 * WIDTH)
     assert shapes["layers.2.self_attn.k_proj.weight"] == (16, WIDTH)
+
+
+def test_copies_of_drafts_have_the_module_that_their_config_names(tmp_path):
+    """As `export --max-shard-size` makes them; a module of another folder is not passed on."""
+    with jax.enable_x64(True):
+        (params, rebuild), _ = make_models()
+        saving.save(rebuild(params), CONFIG, tmp_path / "draft")
+    copy_folder(tmp_path / "draft", tmp_path / "copy", "bfloat16")
+    modules = [(tmp_path / name / "dflash.py").read_text() for name in ("draft", "copy")]
+    assert modules[0] == modules[1] and "class DFlashDraftModel(" in modules[0]
+    config = json.loads((tmp_path / "draft/config.json").read_text())
+    (tmp_path / "draft/dflash.py").write_text("raise SystemExit")
+    for number, place in enumerate(("dflash.Other", "../dflash.DFlashDraftModel", 7, None)):
+        config["auto_map"] = {"AutoModel": place}
+        (tmp_path / "draft/config.json").write_text(json.dumps(config))
+        copy_folder(tmp_path / "draft", tmp_path / f"copy{number}")
+        assert not list((tmp_path / f"copy{number}").glob("*.py"))
 
 
 ZLAB = {

@@ -71,7 +71,7 @@ def test_dflash_guesses_the_same_with_and_without_a_cache(load):
     positions, states = torch.arange(12 + K)[None], tensor(states)[:, :12]
     with torch.no_grad():
         options = {"noise_embedding": embedded}
-        whole = torch_draft(positions, target_hidden=states, **options)
+        uncached = torch_draft(positions, target_hidden=states, **options)
         cache = transformers.DynamicCache()
         first = {"target_hidden": states[:, :5], "past_key_values": cache}
         torch_draft(positions[:, : 5 + K], **first, **options)
@@ -79,9 +79,9 @@ def test_dflash_guesses_the_same_with_and_without_a_cache(load):
         later = torch_draft(
             positions[:, 5:], target_hidden=states[:, 5:], past_key_values=cache, **options
         )
-    np.testing.assert_allclose(later, whole, **FLOAT32)
-    np.testing.assert_allclose(whole[0], hidden, **FLOAT32)
-    logits = whole[:, 1:] @ head.T
+    np.testing.assert_allclose(later, uncached, **FLOAT32)
+    np.testing.assert_allclose(uncached[0], hidden, **FLOAT32)
+    logits = uncached[:, 1:] @ head.T
     assert logits.shape == (1, K - 1, VOCAB)
     assert logits.argmax(-1).tolist() == expected.tolist()
 
@@ -95,10 +95,10 @@ def test_eagle3_guesses_the_same_in_its_first_two_steps(load, draft_pair):
         following = jnp.arange(1, len(text) + 1)[None].at[0, -1].set(-1)
         normed = draft.unroll(target, captured[None], batch, following, 2)
         expected = [np.asarray(draft.logits(states))[0] for states in normed]
-        kept = np.asarray(draft.kept_ids())
+        draft_ids = np.asarray(draft.kept_ids())
         embedded = tensor(target.embed(jnp.asarray(text)[None]))
     torch_draft = load(draft, eagle.make_config(families.config_from_hf(eagle.RAW)))
-    assert torch_draft.to_target(torch.arange(eagle.P)).tolist() == kept.tolist()
+    assert torch_draft.to_target(torch.arange(eagle.P)).tolist() == draft_ids.tolist()
     states, cache = tensor(captured)[None], transformers.DynamicCache()
     with torch.no_grad():
         # All pairs but the last, whose token is what the second step reads.

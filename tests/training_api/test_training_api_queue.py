@@ -157,6 +157,33 @@ def test_a_request_that_ends_every_server_is_refused_by_its_number(tmp_path, thr
     assert step == "forward_backward of seq_id 1 failed"
 
 
+def test_a_full_disk_delays_a_request_that_is_run_again(tmp_path, thread, monkeypatch, capsys):
+    monkeypatch.setattr(model_queue, "RETRY_SECONDS", 0.01)
+    journal, payload = Journal(tmp_path / "requests.log"), b"0"
+    for seq_id in range(2):  # the second one was waiting when the server ended
+        entry = Entry(f"session:train:0/{seq_id}", seq_id, "create_model", "digest", payload)
+        journal.append(entry.request_record())
+    journal.close()
+
+    async def run():
+        queue = open_queue(tmp_path, thread)
+        append, failures = queue.journal.append, [OSError("no space left")]
+
+        def fail_once(record):
+            if failures:
+                raise failures.pop()
+            append(record)
+
+        queue.journal.append = fail_once
+        queue.start()
+        await asyncio.wait_for(queue.entries[1].done.wait(), 10)
+        await queue.close()
+        return [(entry.restarts, json.loads(entry.result.body)) for entry in queue.entries.values()]
+
+    assert asyncio.run(run()) == [(1, {"total": 0}), (0, {"total": 0})]
+    assert "requests.log cannot be written: no space left" in capsys.readouterr().err
+
+
 def test_a_log_that_is_damaged_in_the_middle_opens_no_model(tmp_path, thread):
     async def run():
         queue = open_queue(tmp_path, thread)
@@ -304,3 +331,21 @@ def test_weights_are_set_again_after_a_client_that_hung_up_meanwhile(thread):
         return [await hold(path) for path in (None, "b", "b", None)]
 
     assert asyncio.run(run()) == ["base", "model of b", "model of b", "base"]
+
+
+def test_weights_that_take_the_name_of_deleted_ones_are_set(thread):
+    engine = SimpleNamespace(sampler=SimpleNamespace(model="base"))
+    engine.use = lambda model, version: setattr(engine, "model", model)
+    samplers = Samplers(None, engine, thread)
+    samplers._open = lambda path: samplers._cache[path][1]
+
+    async def run():
+        sampled = []
+        for params in ("earlier", "earlier", "later"):
+            if params not in sampled:
+                thread.submit(samplers.keep, "a", None, params).result()
+            async with samplers.turn("a"):
+                sampled.append(engine.model)
+        return sampled
+
+    assert asyncio.run(run()) == ["earlier", "earlier", "later"]

@@ -52,8 +52,7 @@ def vllm_reward(
     step of the answer, up to this text, is scored by the probability that it is right, and `reduce`
     ("min", "mean", "last") combines the steps. pair: for encoders, which read two texts: that of
     the prompt (the contents of its messages, a blank line between them) and that of the answer.
-    seconds: limit of each request; `timeout` of the
-    [[rewards]] bounds the whole group.
+    seconds: limit of each request; `timeout` of the [[rewards]] bounds the whole group.
 
     Raises OSError for a server that does not answer (retried, see rollout.retries), and UserError
     for one that refuses.
@@ -250,11 +249,14 @@ def write_answer(tokenizer: str, prompt: Any, completion: Any) -> list[int] | No
 
 
 def write_pair(prompt: Any, completion: Any) -> tuple[str, str]:
-    """Return the texts of a prompt and of its answer."""
+    """Return the texts of a prompt and of its answer; UserError for images."""
     from jaxtrain.environments.rewards.texts import text_of
 
     if not isinstance(prompt, str):
-        prompt = "\n\n".join(str(message.get("content") or "") for message in prompt)
+        contents = [message["content"] for message in prompt if message.get("content")]
+        if not all(isinstance(content, str) for content in contents):
+            raise UserError(f"{NAME}: options.pair sends texts alone, and a prompt has images")
+        prompt = "\n\n".join(contents)
     return prompt, text_of(completion)
 
 
