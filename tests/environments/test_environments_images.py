@@ -20,6 +20,8 @@ from jaxtrain.environments.factory import open_env
 from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.environments.single_turn import SingleTurn
+from jaxtrain.environments.tool_calls import ToolCall
+from jaxtrain.environments.tools import MAX_RESULT, Toolbox, make_tool
 from jaxtrain.errors import UnusableRow, UserError
 from jaxtrain.generation.dataset_envs import measure_prompts
 from jaxtrain.generation.engine import Sampling
@@ -252,6 +254,35 @@ def test_tools_return_pictures_and_rows_bring_theirs(folder, tokenizer):
     assert episode.prompt[0]["content"][0]["path"] == str(folder / "wide.png")
     assert episode.completion[1]["content"][0] == {"type": "text", "text": "north"}
     assert episode.metrics["tool_errors"] == 0
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"type": "image", "url": "https://example.org/a.png"}, {"type": "image", "title": "A"}],
+)
+def test_results_that_only_name_images_are_text(entry):
+    async def search() -> list:
+        """Search."""
+        return [{"type": "page", "title": "B"}, entry]
+
+    answer = asyncio.run(Toolbox([make_tool(search)]).answer(ToolCall("search", {})))
+    assert json.loads(answer["content"]) == [{"type": "page", "title": "B"}, entry]
+
+
+def test_texts_beside_images_are_bounded_and_can_be_tokenized(tokenizer):
+    async def look() -> list:
+        """Look."""
+        return [{"type": "text", "text": "\ud800" + "a" * 10**6}, picture(20, 10)]
+
+    async def show(row, chat):
+        result = await Toolbox([make_tool(look)]).answer(ToolCall("look", {}))
+        chat.say(result["content"])
+        await chat.draw()
+        return 1.0
+
+    episode = play(tokenizer, show, ["a"])
+    text, _ = episode.prompt[0]["content"]
+    assert text["text"].startswith("?aaa") and len(text["text"]) < MAX_RESULT + 50
 
 
 def test_a_picture_that_cannot_be_read_is_named(folder, tokenizer):
