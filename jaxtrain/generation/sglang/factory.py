@@ -27,6 +27,7 @@ from jaxtrain.generation.publisher import Publisher
 from jaxtrain.generation.vllm.control import Deadline, ServerRefused, call
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.factory import list_published, open_gather
+from jaxtrain.generation.vllm.images import PromptImages
 from jaxtrain.generation.vllm.inspector import Inspector
 from jaxtrain.generation.vllm.messages import SGLANG
 from jaxtrain.generation.vllm.server import VllmServer
@@ -74,6 +75,7 @@ class SglangKind(EngineKind):
                 servers.open()
                 publisher = open_publisher(servers, config, bundle)
                 engine = VllmEngine(servers, adapters=False, group_size=config.rollout.group_size)
+                engine.images = PromptImages(never=bundle.architecture.never_drawn)
                 stack.pop_all()  # the publisher closes them
         gather = open_gather(bundle, vllm.weight_dtype, adapters=False)
         return engine, SharedPublisher(publisher, gather)
