@@ -5,6 +5,7 @@ import base64
 import dataclasses
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -102,6 +103,21 @@ def test_the_server_gets_a_placeholder_and_the_pixels_of_each_image(open_kind, t
         ours, sent = (image_format.cut(x) for x in (decode(draw(*size)), open_part(part)))
         for expected, actual in zip(ours, sent, strict=True):
             np.testing.assert_array_equal(actual, expected)
+
+
+def test_the_engine_of_a_run_reads_images(tmp_path):
+    fake = FakeVllm()
+    server = SimpleNamespace(model=make_vision_model(tmp_path / "model"), port=fake.port)
+    bundle = build_model_bundle(config := make_config(server, tmp_path, "full"))
+    open_images(config, bundle.tokenizer, 512)
+    engine, publisher = open_vllm(config, bundle)
+    try:
+        assert engine.reads_images and engine.images.tokenizer is bundle.tokenizer
+        tokens = bundle.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
+        assert engine.images.never == tuple(sorted(tokens))
+    finally:
+        publisher.close()
+        fake.kill()
 
 
 @pytest.fixture(scope="module")

@@ -222,6 +222,11 @@ def test_windows_are_those_of_transformers():
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_tokens_of_an_image_see_all_of_it_in_gemma_alone():
+    configs = {name: families.config_from_hf(raw) for name, raw in VISION.items()}
+    assert [name for name, config in configs.items() if config.image_blocks] == ["gemma3"]
+
+
 def test_text_alone_runs_no_tower():
     config = families.config_from_hf(VISION["smolvlm"])
     model = build.init(config, 0)
