@@ -10,10 +10,13 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
-from smolvlm_text import TEMPLATE, draw, encode, make_reader, open_tokenizer
+from smolvlm_text import QWEN_TEMPLATE, TEMPLATE, draw, encode, make_reader, open_tokenizer
 
 from jaxtrain.config import EnvConfig
 from jaxtrain.config.data import DatasetConfig
+from jaxtrain.data.chat.control_tokens import add_tokens
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.images.format import read_format
 from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.environments.chat import ChatEnv
 from jaxtrain.environments.factory import open_env
@@ -185,6 +188,35 @@ def test_an_episode_with_a_picture_after_every_action_has_the_tokens_of_training
     _, shown = episode.completion[1]["content"]
     assert shown == {"type": "image", "sha256": first.key, "width": 20, "height": 10}
     json.dumps([episode.prompt, episode.completion])
+
+
+GEMMA = {
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 4,
+    "vision_config": {"patch_size": 5, "image_size": 33},
+}
+
+
+def test_a_message_may_hold_several_pictures_of_gemma():
+    """Its template writes one token for an image, which its text has once beside the features."""
+    tokenizer = load_tokenizer("builtin")
+    add_tokens(tokenizer, (), ["<image_soft_token>", "<start_of_image>", "<end_of_image>"])
+    tokenizer.chat_template = QWEN_TEMPLATE.replace(
+        "<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>"
+    )
+    tokenizer.image_format = read_format(None, GEMMA, tokenizer)
+
+    async def compare(row, chat):
+        chat.say([picture(20, 10), LOOK, picture(10, 20), picture(20, 10)])
+        await chat.draw()
+        chat.say([picture(30, 10), LOOK])
+        await chat.draw()
+        return 1.0
+
+    images = play(tokenizer, compare, ["a", "b"]).images
+    assert [image.size for image in images.images] == [(20, 10), (10, 20), (30, 10)]
+    slots = [*range(4), *range(4, 8), *range(4), *range(8, 12)]
+    assert images.slot[images.slot >= 0].tolist() == slots
 
 
 def test_an_edited_picture_begins_another_sequence(tokenizer):
