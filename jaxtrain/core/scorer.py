@@ -96,7 +96,7 @@ class Scorer:
 
 @functools.lru_cache(maxsize=32)
 def make_logp(
-    rebuild: Rebuild, impl: str, temperature: float | None, drawable: bool
+    rebuild: Rebuild, impl: str, temperature: float | None, drawable: bool = False
 ) -> Callable[[Params, Batch], jax.Array]:
     """Compiled once `(params, batch [A, B, T]) -> log-probs float32 [A, B, T]`."""
 

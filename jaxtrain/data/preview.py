@@ -314,13 +314,14 @@ def _cut_at_masks(sample: Sample, tokenizer: Any) -> list[tuple[str, bool]]:
 
 
 def decode_short(tokenizer: Any, tokens: Sequence[int]) -> str:
-    """Decode tokens, with a number in place of each run of an image's placeholders."""
+    """Decode tokens, with a number in place of each run of an image's tokens."""
     text = tokenizer.decode(tokens)
     form = getattr(tokenizer, "image_format", None)
     if form is None:
         return text
-    size, runs = len(form.placeholder), f"(?:{re.escape(form.placeholder)}){{2,}}"
-    return re.sub(runs, lambda run: f"{form.placeholder} x {len(run[0]) // size} ", text)
+    feature = form.feature_text
+    runs = f"(?:{re.escape(feature)}){{2,}}"
+    return re.sub(runs, lambda run: f"{feature} x {len(run[0]) // len(feature)} ", text)
 
 
 def _count_trained(node: Node) -> int:

@@ -226,6 +226,7 @@ class Conversation:
             text = self._mark(parts)
         except MalformedRow as error:
             raise UserError(error.describe("chat.say: a content cannot be used")) from None
+        text = _replace_surrogates(text)
         if self._images is None:
             return text
         message = {"role": "user", "content": text}
@@ -308,8 +309,7 @@ class Conversation:
 
     def _add(self, message: dict[str, Any]) -> None:
         if isinstance(content := message.get("content"), str):
-            # A broken file or a tool may give half a surrogate pair, which tokenizers refuse.
-            message["content"] = content.encode("utf-8", "replace").decode()
+            message["content"] = _replace_surrogates(content)
         self.messages.append(message)
         self._said.append(dict(message))
 
@@ -322,6 +322,12 @@ class Conversation:
             if number is not None and message.get("content") == self._texts[number]:
                 turn_of[index] = number
         return turn_of
+
+
+def _replace_surrogates(text: str) -> str:
+    """Replace halves of surrogate pairs, which a broken file or a tool may give and tokenizers
+    refuse."""
+    return text.encode("utf-8", "replace").decode()
 
 
 def read_reward(value: Any, source: str) -> float:

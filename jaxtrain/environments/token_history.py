@@ -145,7 +145,7 @@ class TurnTemplate:
     def _take_images(self, text: str, waiting: list[Image]) -> ShownText:
         """Take the images that a text holds from the end of those that wait."""
         images = []
-        count = text.count(self.images.format.placeholder) if waiting else 0
+        count = text.count(self.images.format.feature_text) if waiting else 0
         while count > 0:
             images.append(waiting.pop())
             count -= images[-1].num_features

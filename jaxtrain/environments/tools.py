@@ -22,7 +22,8 @@ from typing import Any, get_type_hints
 import pydantic
 
 from jaxtrain import plugins
-from jaxtrain.data.images.reader import KINDS
+from jaxtrain.data.images.reader import KINDS, PAYLOAD
+from jaxtrain.data.packing.tree import Image
 from jaxtrain.environments.tool_calls import ToolCall
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engine import EpisodeFailed
@@ -210,17 +211,36 @@ async def _in_thread(function: Callable[..., Any], values: Mapping[str, Any]) ->
 
 
 def _to_content(value: Any) -> str | list[Any]:
-    """Return a result as text, or as it is if it is a list of parts of a content with images."""
+    """Return a result as text, or as a list of parts of a content if it is one with an image."""
     if isinstance(value, str):
         return shorten(value, MAX_RESULT)
     if isinstance(value, list) and all(isinstance(x, dict) and "type" in x for x in value):
-        if any(part["type"] in KINDS for part in value):
-            return value
+        if any(map(_holds_image, value)):
+            return [_shorten_part(part) for part in value]
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
     except (TypeError, ValueError, RecursionError) as error:
         raise ToolFailed(f"its result cannot be written as JSON: {error}") from None
     return shorten(text, MAX_RESULT)
+
+
+def _holds_image(part: dict[str, Any]) -> bool:
+    """Return True for a part of a content whose image is in it, not behind a path or a URL, which
+    results of searches have, too."""
+    if part["type"] not in KINDS:
+        return False
+    values = [part.get(key) for key in PAYLOAD]
+    values += [inner for value in values if isinstance(value, dict) for inner in value.values()]
+    return bool(part.get("base64")) or any(
+        isinstance(value, bytes | bytearray | memoryview | Image)
+        or (isinstance(value, str) and value[:5].lower() == "data:")
+        for value in values
+    )
+
+
+def _shorten_part(part: dict[str, Any]) -> dict[str, Any]:
+    text = part.get("text")
+    return {**part, "text": shorten(text, MAX_RESULT)} if isinstance(text, str) else part
 
 
 def shorten(text: str, limit: int) -> str:

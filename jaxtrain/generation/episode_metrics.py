@@ -77,8 +77,8 @@ def list_thumbnails(episode: Episode) -> dict[str, str]:
     from jaxtrain.data.images.decode import make_thumbnail
 
     first = itertools.islice(images.items(), MAX_THUMBNAILS)
-    thumbnails = ((key, make_thumbnail(image.source)) for key, image in first)
-    return {key: url for key, url in thumbnails if url is not None}
+    urls = ((key, make_thumbnail(image.source)) for key, image in first)
+    return {key: url for key, url in urls if url is not None}
 
 
 def excerpt(text: Any, width: int = 160) -> str:

@@ -44,8 +44,8 @@ class LayerSpec:
     adds: int | None = None
     """Index among `ImageContext.deep` of the features that are added behind the layer."""
     mask: str = ""
-    """Name of the layer's mask among `StackInputs.masks`; where none has it, the layer reads that
-    of all."""
+    """Name of the layer's mask among `StackInputs.masks`; a layer whose mask is not there has
+    `StackInputs.context`."""
 
 
 class ImageContext(NamedTuple):

@@ -216,7 +216,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
             for name, (frequency, factor) in config.encodings().items()
         )
         self.rope_axes = config.rope_axes
-        self.image_blocks = any(spec.mask == IMAGES for spec in config.layers())
+        self.image_blocks = config.image_blocks
         self.embedding_scale = config.embedding_scale
         self.norms_embeddings = config.norms_embeddings
         self.logit_scale = config.logit_scale if head is None else 1.0

@@ -9,7 +9,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields, write_fields
 from jaxtrain.huggingface.ops import TIED_COPY
-from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.mixer import IMAGES, LayerSpec
 from jaxtrain.layers.mlp import ACTIVATIONS
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import frequencies
@@ -229,6 +229,11 @@ class DecoderConfig:
         """{id of a placeholder token for an image or a video: its key in config.json}; not text to
         train on."""
         return {}
+
+    @property
+    def image_blocks(self) -> bool:
+        """True if the tokens of an image see all of it, later ones too."""
+        return any(spec.mask == IMAGES for spec in self.layers())
 
     @property
     def never_drawn(self) -> tuple[int, ...]:

@@ -102,7 +102,8 @@ class Config(QwenImageConfig, qwen2.Config):
     @property
     @override
     def tower_root(self) -> str:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return f"{self.prefix.removesuffix('language_model.').removesuffix('model.')}visual."
+        # Folders as published have both parts of a model on top, others both within `model.`.
+        return "visual." if self.prefix == "model." else "model.visual."
 
     @override
     def divide_axes(self, pairs: int, section: Sequence[int]) -> tuple[int, ...]:

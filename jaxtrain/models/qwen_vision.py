@@ -50,7 +50,7 @@ LINEARS = {"q": 0, "k": 1, "v": 2}
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class QwenTowerConfig(VisionConfig):
-    """The keys of `vision_config` that all have."""
+    """Keys of `vision_config` that all of these towers have."""
 
     renamed: ClassVar[Mapping[str, str]] = {
         "num_hidden_layers": "depth",
@@ -63,7 +63,7 @@ class QwenTowerConfig(VisionConfig):
     }
     patch_bias: ClassVar[bool] = False
     tensors: ClassVar[Mapping[str, str]]
-    """What parts of the MLPs and of the projector are called in folders."""
+    """Names of the parts of the MLPs and of the projector in folders."""
     spatial_merge_size: int
     out_hidden_size: int
     deepstack_visual_indexes: tuple[int, ...] = ()

@@ -44,7 +44,11 @@ SHOWN = {
 
 class SafeConsole(RichConsole):
     """Rich console for the output of CLI commands: samples, reasons and names from untrusted data,
-    with control characters escaped. Text objects that carry styles are printed unchanged."""
+    with control characters escaped, and brackets and colons as they are, not as rich's markup. Text
+    objects that carry styles are printed unchanged."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(markup=False, emoji=False, **options)
 
     def render_str(self, text: str, **options: Any) -> Text:
         """Render text with control characters escaped, including cells of tables."""

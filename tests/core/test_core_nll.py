@@ -86,11 +86,11 @@ def test_log_probs_without_some_tokens_are_those_of_the_others():
     logits = 3 * jax.random.normal(jax.random.key(0), (2, 6, 30))
     logits = logits.at[0, 0, 4].set(14.0)  # all but a hundred-thousandth of the whole
     target, never = jnp.full((2, 6), 7), jnp.array([4, 11])
-    reference = [log_probs_of(logits.at[..., never].set(-jnp.inf), target)]
+    reference = log_probs_of(logits.at[..., never].set(-jnp.inf), target)
     whole = log_probs_of(logits, target)
     actual = exclude_tokens(whole, logits[..., never])
     for name in ("logp", "entropy", "lse"):
-        gap = jnp.abs(getattr(actual, name) - getattr(reference[0], name))
+        gap = jnp.abs(getattr(actual, name) - getattr(reference, name))
         assert gap[0, 0] < 0.05 and gap.at[0, 0].set(0).max() < 2e-5, name
     unchanged = exclude_tokens(whole, jnp.full((2, 6, 2), -50.0))
     assert jnp.array_equal(unchanged.logp, whole.logp), "below rounding"

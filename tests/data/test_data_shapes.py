@@ -9,9 +9,11 @@ import numpy as np
 import pytest
 from smolvlm_text import open_tokenizer
 
+from jaxtrain.cli.preview_page import PageConsole
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.images.decode import decode
+from jaxtrain.data.preview import print_pairs
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.shapes import COLORS, SIDE
 from jaxtrain.errors import UserError
@@ -112,3 +114,10 @@ def test_preprocess_writes_a_page_with_thumbnails(tmp_path, monkeypatch, capsys)
     assert "&lt;|im_start|&gt;user" in text and "<|im_start|>" not in text
     assert main(words) == 2 and "is there already" in capsys.readouterr().err
     assert (main([*words, "--overwrite"]) or 0) == 0
+
+
+def test_a_page_has_names_of_the_data_as_text():
+    console = PageConsole()
+    print_pairs("title", [('not read: [link=x"><script>]y[/link]', "1")], console)
+    text = console.render_page().decode()
+    assert "[link=x&quot;&gt;&lt;script&gt;]y[/link]" in text and "<script>" not in text

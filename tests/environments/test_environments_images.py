@@ -10,16 +10,21 @@ import sys
 import numpy as np
 import pytest
 from PIL import Image
-from smolvlm_text import TEMPLATE, draw, encode, make_reader, open_tokenizer
+from smolvlm_text import QWEN_TEMPLATE, TEMPLATE, draw, encode, make_reader, open_tokenizer
 
 from jaxtrain.config import EnvConfig
 from jaxtrain.config.data import DatasetConfig
+from jaxtrain.data.chat.control_tokens import add_tokens
+from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.data.images.format import read_format
 from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.environments.chat import ChatEnv
 from jaxtrain.environments.factory import open_env
 from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.environments.single_turn import SingleTurn
+from jaxtrain.environments.tool_calls import ToolCall
+from jaxtrain.environments.tools import MAX_RESULT, Toolbox, make_tool
 from jaxtrain.errors import UnusableRow, UserError
 from jaxtrain.generation.dataset_envs import measure_prompts
 from jaxtrain.generation.engine import Sampling
@@ -185,6 +190,35 @@ def test_an_episode_with_a_picture_after_every_action_has_the_tokens_of_training
     json.dumps([episode.prompt, episode.completion])
 
 
+GEMMA = {
+    "model_type": "gemma3",
+    "mm_tokens_per_image": 4,
+    "vision_config": {"patch_size": 5, "image_size": 33},
+}
+
+
+def test_a_message_may_hold_several_pictures_of_gemma():
+    """Its template writes one token for an image, which its text has once beside the features."""
+    tokenizer = load_tokenizer("builtin")
+    add_tokens(tokenizer, (), ["<image_soft_token>", "<start_of_image>", "<end_of_image>"])
+    tokenizer.chat_template = QWEN_TEMPLATE.replace(
+        "<|vision_start|><|image_pad|><|vision_end|>", "<start_of_image>"
+    )
+    tokenizer.image_format = read_format(None, GEMMA, tokenizer)
+
+    async def compare(row, chat):
+        chat.say([picture(20, 10), LOOK, picture(10, 20), picture(20, 10)])
+        await chat.draw()
+        chat.say([picture(30, 10), LOOK])
+        await chat.draw()
+        return 1.0
+
+    images = play(tokenizer, compare, ["a", "b"]).images
+    assert [image.size for image in images.images] == [(20, 10), (10, 20), (30, 10)]
+    slots = [*range(4), *range(4, 8), *range(4), *range(8, 12)]
+    assert images.slot[images.slot >= 0].tolist() == slots
+
+
 def test_an_edited_picture_begins_another_sequence(tokenizer):
     async def forget(row, chat):
         chat.say([picture(20, 10), LOOK])
@@ -252,6 +286,35 @@ def test_tools_return_pictures_and_rows_bring_theirs(folder, tokenizer):
     assert episode.prompt[0]["content"][0]["path"] == str(folder / "wide.png")
     assert episode.completion[1]["content"][0] == {"type": "text", "text": "north"}
     assert episode.metrics["tool_errors"] == 0
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [{"type": "image", "url": "https://example.org/a.png"}, {"type": "image", "title": "A"}],
+)
+def test_results_that_only_name_images_are_text(entry):
+    async def search() -> list:
+        """Search."""
+        return [{"type": "page", "title": "B"}, entry]
+
+    answer = asyncio.run(Toolbox([make_tool(search)]).answer(ToolCall("search", {})))
+    assert json.loads(answer["content"]) == [{"type": "page", "title": "B"}, entry]
+
+
+def test_texts_beside_images_are_bounded_and_can_be_tokenized(tokenizer):
+    async def look() -> list:
+        """Look."""
+        return [{"type": "text", "text": "\ud800" + "a" * 10**6}, picture(20, 10)]
+
+    async def show(row, chat):
+        result = await Toolbox([make_tool(look)]).answer(ToolCall("look", {}))
+        chat.say(result["content"])
+        await chat.draw()
+        return 1.0
+
+    episode = play(tokenizer, show, ["a"])
+    text, _ = episode.prompt[0]["content"]
+    assert text["text"].startswith("?aaa") and len(text["text"]) < MAX_RESULT + 50
 
 
 def test_a_picture_that_cannot_be_read_is_named(folder, tokenizer):

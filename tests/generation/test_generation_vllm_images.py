@@ -4,7 +4,10 @@ import asyncio
 import base64
 import dataclasses
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -21,11 +24,13 @@ from jaxtrain.data.chat.control_tokens import add_tokens, encode
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.images.decode import decode
 from jaxtrain.data.images.format import read_format
+from jaxtrain.data.images.patches import read_picture
 from jaxtrain.data.packing.pack import BARE, MIN_SCORING_ROW, lay_out, pack_for_scoring
 from jaxtrain.data.packing.tree import chain, join_images
 from jaxtrain.environments.single_turn import SingleTurn
 from jaxtrain.errors import UserError
 from jaxtrain.generation.episode_engine import open_view
+from jaxtrain.generation.vllm import images as vllm_images
 from jaxtrain.generation.vllm.factory import open_vllm
 from jaxtrain.generation.vllm.images import PromptImages
 from jaxtrain.methods.offline import open_images
@@ -102,6 +107,37 @@ def test_the_server_gets_a_placeholder_and_the_pixels_of_each_image(open_kind, t
         ours, sent = (image_format.cut(x) for x in (decode(draw(*size)), open_part(part)))
         for expected, actual in zip(ours, sent, strict=True):
             np.testing.assert_array_equal(actual, expected)
+
+
+def test_a_picture_is_encoded_once_for_a_group(tmp_path, monkeypatch):
+    tokenizer, decoded = open_qwen(tmp_path), []
+    tokens, placed = read_prompt(tokenizer, (47, 53))
+
+    def read(image):
+        decoded.append(image)
+        time.sleep(0.05)
+        return read_picture(image)
+
+    monkeypatch.setattr(vllm_images, "read_picture", read)
+    writer = PromptImages(tokenizer)
+    with ThreadPoolExecutor(8) as threads:
+        sent = list(threads.map(lambda _: writer.write(tokens, placed), range(8)))
+    assert len(decoded) == 1 and all(prompt == sent[0] for prompt in sent)
+
+
+def test_the_engine_of_a_run_reads_images(tmp_path):
+    fake = FakeVllm()
+    server = SimpleNamespace(model=make_vision_model(tmp_path / "model"), port=fake.port)
+    bundle = build_model_bundle(config := make_config(server, tmp_path, "full"))
+    open_images(config, bundle.tokenizer, 512)
+    engine, publisher = open_vllm(config, bundle)
+    try:
+        assert engine.reads_images and engine.images.tokenizer is bundle.tokenizer
+        tokens = bundle.tokenizer.convert_tokens_to_ids(["<|image_pad|>", "<|video_pad|>"])
+        assert engine.images.never == tuple(sorted(tokens))
+    finally:
+        publisher.close()
+        fake.kill()
 
 
 @pytest.fixture(scope="module")

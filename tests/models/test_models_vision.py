@@ -182,6 +182,21 @@ def test_folders_of_one_level_are_read_and_written(name, tmp_path):
     assert theirs.vision_config.num_heads == vision["num_heads"]
 
 
+def test_names_of_transformers_in_memory_are_read_and_written(tmp_path):
+    """Trainers save them: text and tower within "model."."""
+    theirs = reference("qwen2_5_vl")
+    for name, published in (("published", True), ("long", False)):
+        theirs.save_pretrained(tmp_path / name, save_original_format=published)
+    first, second = (leaves(loading.load(tmp_path / name)) for name in ("published", "long"))
+    for path, array in first.items():
+        np.testing.assert_array_equal(array, second[path], path)
+    config = families.read_config(tmp_path / "long")
+    saving.save(loading.load(tmp_path / "long"), config, tmp_path / "ours")
+    names = read_flat(tmp_path / "ours").keys()
+    assert names == read_flat(tmp_path / "long").keys()
+    assert any(name.startswith("model.visual.") for name in names)
+
+
 def test_windows_are_those_of_transformers():
     from transformers.vision_utils import get_vision_window_index
 
@@ -205,6 +220,11 @@ def test_windows_are_those_of_transformers():
     for ours, theirs in zip(host, order, strict=True):
         assert isinstance(ours, np.ndarray)
         np.testing.assert_array_equal(ours, theirs)
+
+
+def test_tokens_of_an_image_see_all_of_it_in_gemma_alone():
+    configs = {name: families.config_from_hf(raw) for name, raw in VISION.items()}
+    assert [name for name, config in configs.items() if config.image_blocks] == ["gemma3"]
 
 
 def test_text_alone_runs_no_tower():

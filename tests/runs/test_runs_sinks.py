@@ -43,10 +43,20 @@ def test_what_verbs_print_of_strangers_holds_nothing_that_a_terminal_obeys(text)
     stream = io.StringIO()
     safe = SafeConsole(file=stream, width=200)
     table = Table("reason")
-    table.add_row(text.replace("[", "("))
-    safe.print(text, markup=False)
+    table.add_row(text)
+    safe.print(text)
     safe.print(Text(text), table)
     assert not UNSEEN.search(stream.getvalue())
+
+
+def test_brackets_and_colons_of_strangers_are_no_markup():
+    stream = io.StringIO()
+    safe, text = SafeConsole(file=stream, width=200), "[/b] [link=x]y[/link] :smile:"
+    table = Table(title=text)
+    table.add_row(text)
+    safe.print(text)
+    safe.print(table)
+    assert stream.getvalue().count(text) == 3
 
 
 def test_jsonl_is_complete_after_each_write(tmp_path):

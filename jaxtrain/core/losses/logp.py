@@ -42,8 +42,8 @@ def token_logp(
 def exclude_tokens(log_probs: LogProbs, logits_BTK: jax.Array) -> LogProbs:
     """Return log-probs [B, T] of the distribution without K tokens, given these tokens' logits.
 
-    Exact up to rounding divided by the share of the other tokens, of which a millionth is taken for
-    granted.
+    The error is that of rounding divided by the share of the other tokens, which is taken to be at
+    least a millionth.
     """
     lse_BT = log_probs.lse
     share_BTK = jnp.exp(logits_BTK - lse_BT[..., None])

@@ -108,6 +108,11 @@ class ImageFormat(ABC):
     def expand(self, size: tuple[int, int]) -> str:
         """Return the text of a picture, with a placeholder for each feature."""
 
+    @property
+    def feature_text(self) -> str:
+        """Text of `token`, with which `expand` writes each feature."""
+        return self.placeholder
+
     def around(self, size: tuple[int, int]) -> tuple[str, str]:
         """Return the texts before the first and behind the last placeholder of a picture, without
         which it is not whole."""

@@ -27,7 +27,7 @@ class SquareFormat(ImageFormat):
     side: int
     """Pixels of a resized picture's side."""
     soft: str
-    """Text of the token of one feature; the template writes what begins an image."""
+    """Text of a feature's token; the template writes what begins an image."""
     closing: str
 
     @override
@@ -80,6 +80,11 @@ class SquareFormat(ImageFormat):
     def expand(self, size: tuple[int, int]) -> str:
         tokens = self.soft * self.count(size)[1]
         return f"\n\n{self.placeholder}{tokens}{self.closing}\n\n"
+
+    @property
+    @override
+    def feature_text(self) -> str:
+        return self.soft
 
     @override
     def around(self, size: tuple[int, int]) -> tuple[str, str]:

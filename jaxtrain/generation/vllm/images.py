@@ -12,6 +12,7 @@ import base64
 import functools
 import hashlib
 import io
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -25,6 +26,9 @@ from jaxtrain.data.packing.tree import Image, PlacedImages
 
 MAX_ENCODED = 64
 """Pictures that are kept as text for further requests."""
+LOCKS = tuple(threading.Lock() for _ in range(16))
+"""An image always gets the same one: the answers of a group ask for it at once, and all but the
+first find it encoded."""
 
 
 class SentPrompt(NamedTuple):
@@ -67,9 +71,14 @@ class PromptImages:
         return SentPrompt([*sent, *tokens[start:]], parts)
 
 
-@functools.lru_cache(MAX_ENCODED)
 def make_part(image: Image, image_format: ImageFormat) -> dict[str, Any]:
     """Return the part of a request that holds a picture, named by its bytes for vLLM's caches."""
+    with LOCKS[int(image.key[:8], 16) % len(LOCKS)]:
+        return _encode_picture(image, image_format)
+
+
+@functools.lru_cache(MAX_ENCODED)
+def _encode_picture(image: Image, image_format: ImageFormat) -> dict[str, Any]:
     file = io.BytesIO()
     picture = image_format.resize(read_picture(image))
     # Fast rather than small: the picture is sent with every answer of its group.

@@ -24,7 +24,6 @@ from jaxtrain.generation.vllm.images import SentPrompt
 GENERATE, COMPLETIONS = "/inference/v1/generate", "/v1/completions"
 SGLANG = "/generate"
 
-
 NEVER = -100.0
 """Bias of tokens that are not drawn, the least that vLLM takes: their probability is below what
 float32 adds to that of others."""

@@ -222,8 +222,8 @@ def pick_samples(run: WatchedRun, thumbnails: dict[str, str]) -> list[dict[str, 
 
 def add_thumbnails(sample: dict[str, Any], thumbnails: dict[str, str]) -> None:
     """Add the images of a sample as long as there are fewer than MAX_THUMBNAILS."""
-    own = sample.get("thumbnails")
-    for key, url in own.items() if isinstance(own, dict) else ():
+    urls = sample.get("thumbnails")
+    for key, url in urls.items() if isinstance(urls, dict) else ():
         if len(thumbnails) < MAX_THUMBNAILS and THUMBNAIL.fullmatch(str(url)):
             thumbnails.setdefault(text(key)[:80], url)
 
