@@ -10,6 +10,7 @@ environment (questions, tool results) are context. token_history.py defines the 
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -364,8 +365,16 @@ class PolicyConversation:
         """Messages so far; an environment may edit the list."""
 
     def say(self, content: Any, role: str = "user", **keys: Any) -> None:
-        """Add messages of the environment, like `Conversation.say`."""
-        self.messages += list_messages(content, role, keys)
+        """Add messages of the environment, like `Conversation.say`; images as `image_url`."""
+        messages = list_messages(content, role, keys)
+        lists = [m["content"] for m in messages if isinstance(m.get("content"), list)]
+        for part in itertools.chain.from_iterable(lists):
+            if isinstance(part, Mapping) and part.get("type") == "image":
+                raise UserError(
+                    "chat.say: a frozen policy takes an image as {'type': 'image_url', 'image_url':"
+                    " {'url': a web or data URL}}, not as a part of type 'image'"
+                )
+        self.messages += messages
 
     async def draw(self) -> AssistantReply:
         """Return the policy's next turn; EpisodeFailed if it gives none."""

@@ -10,6 +10,7 @@ import pytest
 
 from jaxtrain.config import EnvConfig, PolicyConfig, SamplingConfig, validate_config
 from jaxtrain.data.chat.template import load_tokenizer
+from jaxtrain.environments.conversation import PolicyConversation
 from jaxtrain.environments.guarded import open_guarded
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.errors import UserError
@@ -206,3 +207,13 @@ def test_sections_that_cannot_be(judges, monkeypatch):
         open_frozen(config)
     monkeypatch.setenv("JUDGE_KEY", "k")
     assert open_frozen(config)["judge"].section.api_key == "k"
+
+
+def test_a_frozen_policy_takes_images_by_url():
+    chat = PolicyConversation(None, 0)
+    with pytest.raises(UserError, match="image_url"):
+        chat.say([{"type": "text", "text": "What is it?"}, {"type": "image", "image": b"png"}])
+    assert not chat.messages
+    part = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+    chat.say([part])
+    assert chat.messages == [{"role": "user", "content": [part]}]
