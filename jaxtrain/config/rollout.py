@@ -173,7 +173,7 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
             f" data.sequence_len {config.data.sequence_len}, which must hold prompt and answer;"
             " raise the second or lower the first"
         )
-    if rollout.engine == "vllm" and rollout.devices:
+    if rollout.engine in ("vllm", "sglang") and rollout.devices:
         yield "rollout.devices is for the local engine; remove it, servers have their own"
     yield from requires("rollout.draft_rows", "rollout.draft", "; set that or remove it")(config)
     replayed = round(rollout.replay_share * rollout.prompts_per_step)

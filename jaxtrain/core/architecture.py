@@ -217,7 +217,7 @@ def grow_tables(config: Config, architecture: Any, tokenizer: Any) -> tuple[Any,
     architecture = dataclasses.replace(architecture, carried_attributes=tuple(carried.items()))
     stored = architecture.vocab_size
     rows = rows_needed(tokenizer, stored) if trains_all else max(stored, len(tokenizer))
-    if rows > stored and config.rollout.engine == "vllm":
+    if rows > stored and config.rollout.engine in ("vllm", "sglang"):
         raise UserError(
             f"model.added_tokens: the tokenizer has {len(tokenizer)} tokens, the model that servers"
             f" open {stored}; train and export (an adapter: merge) it once with the local engine or"

@@ -268,7 +268,7 @@ class RunFolder:
 def list_names(config: Config) -> list[str]:
     """Return the names of everything a run with this config creates in its folder."""
     log, vllm = config.log, config.rollout.vllm
-    samples_there = config.rollout.engine == "vllm"
+    on_vllm, on_sglang = (config.rollout.engine == name for name in ("vllm", "sglang"))
     places = [config, *config.data.datasets, *config.eval.sets]
     gym = any(section.env is not None and section.env.gym.start for section in places)
     optional_names = {
@@ -281,10 +281,11 @@ def list_names(config: Config) -> list[str]:
         "model": config.run.export,
         "base": config.model.path,
         "draft": config.rollout.draft_refresh,
-        "adapters": samples_there and vllm.sync == "lora",
-        "servers.json": samples_there,
-        "evaluating.json": samples_there and vllm.eval_servers,
-        "servers": samples_there and vllm.launch == "local",
+        "adapters": on_vllm and vllm.sync == "lora",
+        "servers.json": on_vllm or on_sglang,
+        "weights": on_sglang,
+        "evaluating.json": on_vllm and vllm.eval_servers,
+        "servers": on_vllm and vllm.launch == "local",
         "gym": gym,
         "gym.log": gym,
         "observers": config.observers,

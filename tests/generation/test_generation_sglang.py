@@ -16,6 +16,7 @@ from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.weights import open_params
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engines import find_engine
+from jaxtrain.generation.sglang.factory import FOLDER
 from jaxtrain.generation.vllm.messages import (
     NEVER,
     SGLANG,
@@ -27,6 +28,7 @@ from jaxtrain.generation.vllm.messages import (
 from jaxtrain.huggingface.ops import full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.models import build, families, saving
+from jaxtrain.runs.folder import list_names
 
 DRAW = SamplingConfig(temperature=0.7, top_k=5, max_new_tokens=8)
 
@@ -192,3 +194,12 @@ def test_what_cannot_be_is_refused(tmp_path, trained):
     ]:
         with pytest.raises(UserError, match=output):
             make_config(tmp_path, [], vllm={"servers": ["http://a:1"], **vllm})
+    rollout = {"engine": "sglang", "devices": 1, "vllm": {"servers": ["http://a:1"]}}
+    with pytest.raises(UserError, match="rollout.devices is for the local engine"):
+        make_config(tmp_path, [], rollout=rollout)
+
+
+def test_the_run_folder_names_what_the_engine_writes(tmp_path):
+    assert {"servers.json", FOLDER} <= {
+        *list_names(make_config(tmp_path, [], vllm={"servers": ["http://a:1"]}))
+    }

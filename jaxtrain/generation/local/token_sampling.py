@@ -95,8 +95,10 @@ def exclude(logits_BV: jax.Array, tokens: tuple[int, ...]) -> jax.Array:
 def read_bits(bits_BW: jax.Array, V: int) -> jax.Array:
     """Return bool [B, V] of uint32 [B, W]: bit v % 32 of word v // 32."""
     shifts = jnp.arange(32, dtype=jnp.uint32)
-    one = jnp.uint32(1)
-    return ((bits_BW[:, :, None] >> shifts) & one).astype(bool).reshape(len(bits_BW), -1)[:, :V]
+    lowest_bit = jnp.uint32(1)
+    return (
+        ((bits_BW[:, :, None] >> shifts) & lowest_bit).astype(bool).reshape(len(bits_BW), -1)[:, :V]
+    )
 
 
 def draw_by_class(keys: jax.Array, logits_BV: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

@@ -434,7 +434,7 @@ class Answers:
             return answer
         prompt = request.prompts[index // request.n]
         values, likely = await self.model.engine.score(prompt)
-        best = [place[: request.logprobs] for place in likely]
+        best = [listed[: request.logprobs] for listed in likely]
         return ScoredTokens(
             [*prompt, *tokens],
             [*values, *completion.logprobs],

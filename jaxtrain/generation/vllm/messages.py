@@ -252,7 +252,7 @@ def _read_likely(route: str, choice: dict[str, Any], count: int, most: int) -> l
     drawn token among them even if it is none of these, and names tokens by their ids."""
     try:
         if route == COMPLETIONS:
-            places = [list((place or {}).items()) for place in choice["logprobs"]["top_logprobs"]]
+            places = [list((listed or {}).items()) for listed in choice["logprobs"]["top_logprobs"]]
         else:
             places = [
                 [(top.get("token_id", top.get("token")), top["logprob"]) for top in tops or []]
@@ -261,16 +261,16 @@ def _read_likely(route: str, choice: dict[str, Any], count: int, most: int) -> l
         likely = [
             [
                 (int(str(name).removeprefix("token_id:")), float(value))
-                for name, value in place
+                for name, value in listed
                 if value is not None and value > VLLM_NAN
             ]
-            for place in places
+            for listed in places
         ]
     except (AttributeError, KeyError, TypeError, ValueError):
         raise GarbageAnswer("its likely tokens are no ids with log-probs") from None
     if len(likely) != count:
         raise GarbageAnswer(f"likely tokens of {len(likely)} places for {count} tokens")
-    return [sorted(place, key=lambda pair: -pair[1])[:most] for place in likely]
+    return [sorted(listed, key=lambda pair: -pair[1])[:most] for listed in likely]
 
 
 def _read_labels(choice: dict[str, Any], count: int) -> list[str] | None:
