@@ -262,7 +262,7 @@ class DecoderConfig:
 
     @property
     def table_copies(self) -> dict[str, str]:
-        """{tensor: the parameter of which folders may have a copy under this name}."""
+        """Parameters of which folders may hold copies, by the names of these tensors."""
         tied = self.score is None and self.tie_word_embeddings
         copies = {TIED_COPY: "embed.embedding"} if tied else {}
         return copies if self.mtp is None else {**copies, **dict(self.mtp.copies)}
@@ -275,16 +275,16 @@ class DecoderConfig:
 
     @property
     def num_predicted(self) -> int | None:
-        """Number of such heads by config.json; None: it names none."""
+        """Number of multi-token prediction heads by config.json; None: it has no such key."""
         return None
 
     def inner_config(self, tensors: Collection[str]) -> Self:
-        """Return the config of a model whose layers are the blocks of such a head. tensors: names
-        of the folder's."""
+        """Return the config of a model whose layers are the blocks of a multi-token prediction
+        head. tensors: names of the folder's."""
         return dataclasses.replace(self, num_hidden_layers=1)
 
     def count_heads(self) -> dict[str, Any]:
-        """Return the fields that say in config.json that there is one head."""
+        """Return the fields that state one multi-token prediction head in config.json."""
         return {}
 
     @property

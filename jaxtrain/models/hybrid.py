@@ -13,6 +13,7 @@ from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields
+from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry, PermutedRows, StackedOps, Transpose
 from jaxtrain.layers.gated_delta import DeltaSizes, GatedDelta
 from jaxtrain.layers.mixer import LayerSpec
@@ -67,8 +68,13 @@ class HybridConfig(TextConfig):
     @property
     def num_predicted(self) -> int | None:
         counts = dict(self.fixed_attributes) | dict(self.unread_attributes)
-        stated = counts.get(QWEN.count_key) or counts.get("num_nextn_predict_layers")
-        return None if stated is None else json.loads(stated)
+        for key in (QWEN.count_key, "num_nextn_predict_layers"):
+            count = json.loads(counts.get(key, "null"))
+            if count is not None and type(count) is not int:
+                raise UserError(f"config.json: {key} is {describe(count)}, not a number of heads")
+            if count is not None:
+                return count
+        return None
 
     def inner_config(self, tensors: Collection[str]) -> Self:
         return dataclasses.replace(

@@ -126,3 +126,12 @@ def test_a_head_that_cannot_train_is_refused(model, words, message, tmp_path, ca
     error = capsys.readouterr().err
     assert message in " ".join(error.split()), error
     assert 'model.mtp.train "joint"' in error
+
+
+def test_a_wrong_number_of_heads_is_named(tmp_path, capsys):
+    path = tmp_path / "run.toml"
+    path.write_text(HEAD.replace(QWEN, f'{QWEN}mtp_num_hidden_layers = "one"\n') + SFT)
+    words = ["model.mtp.train=joint", f"run.output_dir={tmp_path / 'run'}"]
+    assert main(["--config", str(path), *words]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert 'mtp_num_hidden_layers is a text, "one", not a number of heads' in error, error
