@@ -36,8 +36,8 @@ class SquareFormat(ImageFormat):
         config, settings, tokenizer, folder = source
         patch = int(source.vision.get("patch_size", 16))
         side = int(source.vision.get("image_size", 224))
-        if settings is None:
-            settings = {"size": {"height": side, "width": side}}
+        default: dict[str, Any] = {"size": {"height": side, "width": side}}
+        settings = default if settings is None else settings
         settings = {key: value for key, value in settings.items() if value is not None}
         require(settings, {"do_resize": True, "do_pan_and_scan": False}, folder)
         size = settings.get("size") or {}

@@ -212,8 +212,8 @@ def _read_sglang(answer: Any) -> dict[str, Any]:
         meta = answer["meta_info"]
         reason = meta["finish_reason"]["type"]
         # A request that is aborted while it waits has drawn nothing, and may come without the key.
-        drawn = meta.get("output_token_logprobs")
-        drawn = [] if drawn is None and reason == "abort" else drawn
+        aborted = reason == "abort" and not meta.get("output_token_logprobs")
+        drawn = () if aborted else meta["output_token_logprobs"]
         pairs = [(entry[0], entry[1]) for entry in drawn]
         tops = meta.get("output_top_logprobs") or [()] * len(pairs)
         content = [
