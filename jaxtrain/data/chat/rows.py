@@ -414,10 +414,8 @@ def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
     columns, images = dict(row.columns), row.images
     for name in {column, *PROMPTS}:
         if is_conversation(columns.get(name), row.fields):
-            columns[name] = row.messages() if name in MESSAGES else row.get(name)
-            if name not in MESSAGES:
-                columns[name] = row.read_messages(columns[name])
-            columns[name] = _with_parts(columns[name], images)
+            chat = row.messages() if name in MESSAGES else row.read_messages(row.get(name))
+            columns[name] = _with_parts(chat, images)
     for name in IMAGES:
         if images is not None and name in row:
             columns[name] = images.read_column(columns[name])
