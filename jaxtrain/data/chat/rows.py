@@ -415,6 +415,7 @@ def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
     for name in {column, *PROMPTS}:
         if is_conversation(columns.get(name), row.fields):
             chat = row.messages() if name in MESSAGES else row.read_messages(row.get(name))
+            assert chat is not None, "is_conversation has seen it"
             columns[name] = _with_parts(chat, images)
     for name in IMAGES:
         if images is not None and name in row:
