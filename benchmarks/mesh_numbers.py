@@ -4,15 +4,14 @@ python benchmarks/mesh_numbers.py --out benchmarks/results/mesh_numbers_h100
 XLA_FLAGS=--xla_force_host_platform_device_count=4 \
     python benchmarks/mesh_numbers.py --tiny      # on a CPU, to see that it works
 
-Four trees of an agent's answers, of 2k packed tokens each, and the same random weights on every
-mesh; Qwen3-0.6B's shape in four layers, and Qwen3-30B-A3B's in two. float32: XLA's products at full
-precision, no kernels. bfloat16: as trained, with kernels and float32 masters.
+Four agent's trees of 2k packed tokens and the same random weights on every mesh; Qwen3-0.6B's shape
+in four layers, and Qwen3-30B-A3B's in two. float32: XLA's products at full precision, no kernels.
+bfloat16: as trained, with kernels and float32 masters.
 
 logp      largest difference of a token's log-prob from one device's, before the first step
 mean      mean difference
 gradient  over all parameters: largest difference of the first gradient / its largest value
-loss 1    relative difference of the first loss
-loss 10   largest relative difference of ten losses
+loss 1    relative difference of the first loss; "loss 10": largest of ten steps
 
 In bfloat16 one device alone is a row, too: its distance from float32, the scale of the others.
 """
@@ -28,7 +27,7 @@ from train_step import Program, Setting
 
 from jaxtrain.config import OptimConfig
 from jaxtrain.core.losses.logp import token_logp
-from jaxtrain.distributed.feed import row_shards
+from jaxtrain.distributed.feed import feed, row_shards
 from jaxtrain.distributed.mesh import make_mesh
 
 ROWS, STEPS = 4, 10
@@ -66,28 +65,30 @@ def list_settings(tiny: bool) -> list[tuple[Setting, list[Setting]]]:
 
 
 class Numbers:
-    """A compiled step and the numbers that it computes, on the host."""
+    """Compiled programs of a setting, and then the numbers that they compute, on the host."""
 
     def __init__(self, setting: Setting):
         shards = row_shards(make_mesh(jax.devices()[: setting.num_devices], **dict(setting.mesh)))
         setting = dataclasses.replace(setting, rows=ROWS // shards)
-        self.precision = "highest" if setting.dtype == "float32" else "default"
-        # Thread-local: this thread compiles the step, another one the scores.
-        with jax.default_matmul_precision(self.precision):
-            self.program = Program(setting, optim=OPTIM)
+        # The context is of the thread that compiles.
+        with jax.default_matmul_precision("highest" if setting.dtype == "float32" else "default"):
+            program = self.program = Program(setting, optim=OPTIM)
+
+            def score(params, batch):
+                batch = jax.tree.map(lambda x: x[0], batch._replace(denoms={}))
+                return token_logp(program.rebuild(params), batch, impl=setting.impl).logp
+
+            with jax.set_mesh(program.mesh):
+                params = {**program.frozen, **program.state.params}
+                placed = feed(program.batch, program.mesh)
+                self.score = jax.jit(score).lower(params, placed).compile()
 
     def compute(self) -> "Numbers":
         """Run ten steps, free the devices, and return self."""
         program = self.program
         program.open()
-
-        def score(params, batch):
-            return token_logp(program.rebuild(params), batch, impl=program.setting.impl).logp
-
-        with jax.set_mesh(program.mesh), jax.default_matmul_precision(self.precision):
-            batch = jax.tree.map(lambda x: x[0], program.placed._replace(denoms={}))
-            params = {**program.frozen, **program.state.params}
-            self.logp = np.asarray(jax.jit(score)(params, batch), np.float64)
+        params = {**program.frozen, **program.state.params}
+        self.logp = np.asarray(self.score(params, program.placed), np.float64)
         self.scored = np.asarray(program.batch.weights["nll"][0]) > 0
         self.losses = []
         for step in range(STEPS):
@@ -96,7 +97,7 @@ class Numbers:
             if step == 0:  # from zero, Adam's first moment is the gradient times a constant
                 moment = optax.tree_utils.tree_get(program.state.opt_state, "mu")
                 self.gradients = [np.asarray(x, np.float32) for x in jax.tree.leaves(moment)]
-        del self.program
+        del self.program, self.score
         return self
 
 
