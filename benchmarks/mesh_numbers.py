@@ -4,14 +4,15 @@ python benchmarks/mesh_numbers.py --out benchmarks/results/mesh_numbers_h100
 XLA_FLAGS=--xla_force_host_platform_device_count=4 \
     python benchmarks/mesh_numbers.py --tiny      # on a CPU, to see that it works
 
-Four agent's trees of 2k packed tokens and the same random weights on every mesh; Qwen3-0.6B's shape
-in four layers, and Qwen3-30B-A3B's in two. float32: XLA's products at full precision, no kernels.
-bfloat16: as trained, with kernels and float32 masters.
+Four trees of an agent's answers, of 2k packed tokens each, and the same random weights on every
+mesh; Qwen3-0.6B's shape in four layers, and Qwen3-30B-A3B's in two. float32: XLA's products at full
+precision, no kernels. bfloat16: as trained, with kernels and float32 masters.
 
 logp      largest difference of a token's log-prob from one device's, before the first step
 mean      mean difference
 gradient  over all parameters: largest difference of the first gradient / its largest value
-loss 1    relative difference of the first loss; "loss 10": largest of ten steps
+loss 1    relative difference of the first loss
+loss 10   largest relative difference of ten losses
 
 In bfloat16 one device alone is a row, too: its distance from float32, the scale of the others.
 """
