@@ -87,7 +87,6 @@ WIDE = {
     "data.comparisons.preferences.Preferences": "half of them are set by one method each",
     "environments.chat.ChatEnv": "what a section env and a plugin may each give",
     "environments.rewards.vllm_reward.vllm_reward": "its keywords are keys of a user's config",
-    "generation.vllm.engine.VllmEngine": "what requests hold and which servers get them",
     "layers.block.Block": "a slot for each norm and module that a published block has",
     "layers.expert_transport.send_through": "operands of a custom_vjp stand one by one",
     "layers.mamba2.mix_heads": "operands of a shard_map",
