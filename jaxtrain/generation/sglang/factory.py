@@ -74,12 +74,8 @@ class SglangKind(EngineKind):
                 servers.closing.enter_context(Listing(listing, lambda: servers.all))
                 servers.open()
                 publisher = open_publisher(servers, config, bundle)
-                engine = VllmEngine(
-                    servers,
-                    adapters=False,
-                    group_size=config.rollout.group_size,
-                    images=PromptImages(never=bundle.architecture.never_drawn),
-                )
+                engine = VllmEngine(servers, adapters=False, group_size=config.rollout.group_size)
+                engine.images = PromptImages(never=bundle.architecture.never_drawn)
                 stack.pop_all()  # the publisher closes them
         gather = open_gather(bundle, vllm.weight_dtype, adapters=False)
         return engine, SharedPublisher(publisher, gather)

@@ -124,6 +124,8 @@ class VllmEngine:
     """
 
     reports_likely = True
+    images = PromptImages()
+    """Writer of prompts with images; whoever opens the engine sets that of a model with images."""
 
     def __init__(
         self,
@@ -135,14 +137,13 @@ class VllmEngine:
         group_size: int | None = None,
         kept_servers: KeptServers | None = None,
         policy: str = "",
-        images: PromptImages | None = None,
     ):
         """routes: request the experts of each token, and fail if a server does not report them.
         group_size: this many consecutive indices share a prompt, form a session, and prefer one
         server; None: every request goes to the least loaded one. kept_servers: use these servers
         alone, and draw all tokens with the version that they keep. policy: draw with this policy's
-        adapters. images: writer of prompts with images; None: they are text."""
-        self.policy, self.images = policy, images or PromptImages()
+        adapters."""
+        self.policy = policy
         self.servers, self.adapters, self.first_pause = servers, adapters, first_pause
         self.routes, self.group_size, self.kept_servers = routes, group_size, kept_servers
         self._connections: dict[asyncio.AbstractEventLoop, LoopConnection] = {}
@@ -164,15 +165,16 @@ class VllmEngine:
         kept_servers = self.servers.keep(self.servers.config.eval_servers)
         if not kept_servers:
             return None
-        return VllmEngine(
+        engine = VllmEngine(
             self.servers,
             adapters=self.adapters,
             first_pause=self.first_pause,
             routes=self.routes,
             group_size=self.group_size,
             kept_servers=KeptServers(self.servers, kept_servers),
-            images=self.images,
         )
+        engine.images = self.images
+        return engine
 
     def release(self) -> None:
         """Return the kept servers to training."""

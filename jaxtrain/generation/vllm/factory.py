@@ -108,10 +108,11 @@ def open_vllm(
                     routes=routes,
                     group_size=config.rollout.group_size,
                     policy=name,
-                    images=images,
                 )
                 for name in policies or ("",)
             }
+            for member in engines.values():
+                member.images = images
             engine = combine_engines(engines) if policies else engines[""]
             folder = Path(vllm.adapter_dir or Path(config.run.output_dir) / "adapters")
             if adapters:

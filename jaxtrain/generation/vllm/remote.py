@@ -202,8 +202,8 @@ class RemoteVllm:
             adapters=settings["adapters"],
             routes=None if routes is None else RouteShape(**routes),
             group_size=settings["group_size"],
-            images=PromptImages(never=tuple(settings["never"])),
         )
+        self.engine.images = PromptImages(never=tuple(settings["never"]))
         self.update, self.reports = self.pool.update, self.pool.reports
 
 
