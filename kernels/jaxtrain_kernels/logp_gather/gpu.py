@@ -108,12 +108,12 @@ def _tiles(epilogue, hidden_ref, head_ref, extent, config, active=True):
                 plgpu.wgmma_wait(1)
                 return acc
 
-            @pl.when((group == WARPGROUPS) & (loop.local_index > 0))
-            def _():
-                plgpu.barrier_wait(read)
-
             part = pl.ds(pl.multiple_of(base + shifted, 8), tv)
             pipeline(multiply, context, t_tile)(hidden_ref, head_ref.at[part], allocations=buffers)
+
+            @pl.when(group == WARPGROUPS)
+            def _():
+                plgpu.barrier_wait(read)
 
 
 def _capped(raw, softcap):
