@@ -210,8 +210,8 @@ class Model:
         max_batch = min(rows, max_batch or rows)
         make: Callable[..., Requests] | None = self.open_sampler
         if make is None:
-            kept = max(1, max_batch // 4) if prefixes is None else prefixes
-            make = functools.partial(LocalSampler, prefixes=kept)
+            prefixes = max(1, max_batch // 4) if prefixes is None else prefixes
+            make = functools.partial(LocalSampler, prefixes=prefixes)
         return make(
             model,
             end_of_turn_ids(self.tokenizer, raw),

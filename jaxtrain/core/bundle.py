@@ -206,10 +206,10 @@ def check_backends(model: ModelConfig) -> None:
         "logp": LOGP_BACKENDS,
         "experts": moe.BACKENDS,
     }
-    for key, known in backends.items():
-        if (name := getattr(model, key)) not in ("auto", *known):
+    for key, names in backends.items():
+        if (name := getattr(model, key)) not in ("auto", *names):
             raise UserError(
-                f"model.{key} {name!r} is no backend; choose one of auto, {', '.join(known)}"
+                f"model.{key} {name!r} is no backend; choose one of auto, {', '.join(names)}"
             )
 
 

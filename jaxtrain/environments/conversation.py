@@ -282,9 +282,9 @@ class Conversation:
         if rewarded:
             rewarded = [*rewarded, *({} for _ in range(self.num_turns - len(rewarded)))]
         *earlier, last = self._history.sequences
-        said = self._said
+        messages = self._said
         if self._images is not None:  # as parts without pixels
-            said = self._images.to_parts(self._mark_images(said)[0])
+            messages = self._images.to_parts(self._mark_images(messages)[0])
         counts: dict[str, Any] = {"turns": float(self.num_turns)}
         if self.tools.tools:
             counts["tool_calls"] = float(self.tools.num_calls)
@@ -295,8 +295,8 @@ class Conversation:
             last.logprobs,
             last.versions,
             self._finish_reason,
-            completion=said[self._prompt_end :],
-            prompt=said[: self._prompt_end],
+            completion=messages[self._prompt_end :],
+            prompt=messages[: self._prompt_end],
             rewards=rewards,
             metrics={**counts, **{name: read_metric(name, v) for name, v in metrics.items()}},
             turns=last.turns,

@@ -315,10 +315,10 @@ def _begins(prompt: Prompt, sequence: TokenSequence) -> bool:
         return False
     if prompt.images is None:
         return sequence.images is None
-    begun = [
+    placements = [
         join_images([(x, count)], count) for x in (prompt.images.cut(0, count), sequence.images)
     ]
-    first, second = (token_keys(np.asarray(sequence.tokens), placed) for placed in begun)
+    first, second = (token_keys(np.asarray(sequence.tokens), placed) for placed in placements)
     return np.array_equal(first, second)
 
 

@@ -77,7 +77,7 @@ class StoredKV(NamedTuple):
 
 
 def empty(shape: tuple[int, int, int, int], dtype: Dtype, stored: Stored) -> KV | StoredKV:
-    """Allocate storage for [B, S, K, H] keys and values that are computed in `dtype`."""
+    """Return empty storage for [B, S, K, H] keys and values that are computed in `dtype`."""
     if stored == "default":
         return KV(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype))
     codes, scale = (jnp.zeros(shape, CODES[stored]), jnp.zeros(shape[:-1], jnp.float32))

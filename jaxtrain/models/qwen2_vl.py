@@ -27,7 +27,7 @@ OUTER = {
 
 
 class PlainTowerConfig(QwenTowerConfig):
-    """What the towers of Qwen2-VL and Qwen2.5-VL share."""
+    """Tower of Qwen2-VL and of Qwen2.5-VL: shared keys and tensor names."""
 
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **QwenTowerConfig.fixed,

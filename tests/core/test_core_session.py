@@ -142,7 +142,7 @@ def test_the_last_step_is_evaluated_but_where_eval_says_never(every, evaluated):
 
 
 def test_what_comes_so_often_an_epoch_is_even_and_lands_on_the_last_step():
-    """Of 10 steps in 2 epochs: twice an epoch, every second one, three times; rounds of 4 steps."""
+    """10 steps in 2 epochs: twice an epoch, every second one, three times; rounds of 4 steps."""
 
     def steps(times, total, stride=1, every=None):
         ends = range(stride, total + 1, stride)

@@ -78,7 +78,7 @@ def test_answers_by_name_are_those_of_the_folder_alone(folders):
         engine = LocalEngine(sampler, thread)
 
         def open_engine(model):
-            sampler = base.sampler(True)
+            sampler = base.sampler(True, prefixes=2)
             sampler.use(model, 0)
             return LocalEngine(sampler, thread)
 
@@ -119,6 +119,11 @@ def test_answers_by_name_are_those_of_the_folder_alone(folders):
             check_loading(served, root, answers)
 
 
+def count_prefix_tokens(served):
+    lines = served.send("GET", "/metrics")[1].decode().splitlines()
+    return int(dict(line.split() for line in lines)["vllm:prefix_cache_queries_total"])
+
+
 def check_loading(served, root, answers):
     def change(route, **body):
         status, raw = served.send("POST", f"/v1/{route}_lora_adapter", body)
@@ -130,7 +135,10 @@ def check_loading(served, root, answers):
     assert status == 400 and "3 adapters are loaded already" in text
     assert change("load", load_inplace=True, **request)[0] == 200
     assert read(served.post(COMPLETE, model="one", temperature=0, **ASK)[1]) == answers["like"]
+    counted = count_prefix_tokens(served)
+    assert counted > 0
     assert change("unload", lora_name="one")[0] == 200
+    assert count_prefix_tokens(served) == counted
     status, text = change("unload", lora_name="one")
     assert status == 404 and "is not loaded" in text
     assert change("unload", lora_name="toy")[0] == 404

@@ -63,7 +63,7 @@ def open_part(part):
 
 @pytest.mark.parametrize("open_kind", [open_tokenizer, open_qwen])
 def test_the_server_gets_a_placeholder_and_the_pixels_of_each_image(open_kind, tmp_path):
-    """As a server does: each placeholder becomes the tokens of a picture of the size that was
+    """Expand as a server does: a placeholder becomes the tokens of a picture of the size that was
     sent. They are ours, and the picture is cut into our patches."""
     tokenizer = open_kind(tmp_path)
     image_format = tokenizer.image_format

@@ -337,6 +337,13 @@ def test_every_objective_sets_every_knob():
     assert (task.resolved("average"), task.resolved("scale_rewards")) == ("constant", "batch")
 
 
+def make_config(task, **sections):
+    """Return the config of a run of one step that samples at temperature 1."""
+    table = {"run": {"max_steps": 1}, "model": {"path": "x"}, "env": {"kind": "calculator"}}
+    table |= {"data": {"datasets": [{"path": "x"}]}, "sampling": {"temperature": 1.0}}
+    return validate_config({**table, "task": task, **sections}, "test")
+
+
 def test_a_penalty_of_the_episode_comes_off_every_turn():
     """KL in the reward with rewarded turns: each token's advantage is that of its turn, from what
     was still to come less beta times the episode's sum of old - reference."""
@@ -355,17 +362,7 @@ def test_a_penalty_of_the_episode_comes_off_every_turn():
     tables = turn_tables(groups, ["step"])
     rounds = SimpleNamespace(table=RewardTable(tables, (1.0,), sizes))
     plan = SimpleNamespace(advantages=AdvantageOptions("leave_one_out", "none"))
-    config = validate_config(
-        {
-            "run": {"max_steps": 1},
-            "model": {"path": "x"},
-            "data": {"datasets": [{"path": "x"}]},
-            "task": {"kind": "rl", "objective": "rloo", "beta": 0.5},
-            "env": {"kind": "calculator"},
-            "sampling": {"temperature": 1.0},
-        },
-        "test",
-    )
+    config = make_config({"kind": "rl", "objective": "rloo", "beta": 0.5})
     preparation = PolicyPreparation(config.task, config, SimpleNamespace(rounds=rounds, plan=plan))
     (changed,), metrics = preparation.reward([batch], in_reward=True)
     mean = metrics["kl"]
@@ -383,18 +380,7 @@ def test_a_penalty_of_the_episode_comes_off_every_turn():
 
 def test_sampler_and_trainer_are_compared_on_rounds_that_a_resumed_run_compares_on():
     """And on the first after a start, which then counts in the log alone."""
-    table = {"kind": "rl", "objective": "grpo", "beta": 0.0}
-    config = validate_config(
-        {
-            "run": {"max_steps": 1},
-            "model": {"path": "x"},
-            "data": {"datasets": [{"path": "x"}]},
-            "task": table,
-            "env": {"kind": "calculator"},
-            "sampling": {"temperature": 1.0},
-        },
-        "test",
-    )
+    config = make_config({"kind": "rl", "objective": "grpo", "beta": 0.0})
     (batch,) = build_batches(make_groups(), make_labels()).batches
     output = []
 
@@ -403,9 +389,12 @@ def test_sampler_and_trainer_are_compared_on_rounds_that_a_resumed_run_compares_
         data = SimpleNamespace(rounds=source, log=output.append)
         preparation = PolicyPreparation(config.task, config, data)
         scored = []
-        scorer = SimpleNamespace(
-            logp=lambda b, *_, **__: scored.append(0) or np.asarray(b.streams["sampler_logp"])
-        )
+
+        def score(batch, *_, **__):
+            scored.append(batch)
+            return np.asarray(batch.streams["sampler_logp"])
+
+        scorer = SimpleNamespace(logp=score)
         messages = []
         for version in range(first, last):
             before = len(scored)
@@ -488,19 +477,8 @@ def test_replayed_groups_may_count_as_drawn_by_the_weights_that_meet_them():
     """Their log-probs alone are replaced, before the first update, and not compared."""
     groups = make_groups()
     groups[0].replayed = True
-    table = {"kind": "rl", "objective": "m2po_clip"}
-    config = validate_config(
-        {
-            "run": {"max_steps": 1},
-            "model": {"path": "x"},
-            "data": {"datasets": [{"path": "x"}]},
-            "task": table,
-            "env": {"kind": "calculator"},
-            "rollout": {"replay_size": 4, "replay_logp": "recomputed"},
-            "sampling": {"temperature": 1.0},
-        },
-        "test",
-    )
+    rollout = {"replay_size": 4, "replay_logp": "recomputed"}
+    config = make_config({"kind": "rl", "objective": "m2po_clip"}, rollout=rollout)
     (as_drawn,) = build_batches(groups, make_labels()).batches
     (batch,) = build_batches(groups, make_labels(recompute_replayed=True)).batches
     drawn = np.isnan(batch.streams["sampler_logp"])

@@ -298,7 +298,7 @@ def test_a_folder_gives_the_same_logits_and_the_names_that_others_read(tmp_path)
 
 
 def test_copies_of_drafts_have_the_module_that_their_config_names(tmp_path):
-    """As `export --max-shard-size` makes them; a module of another folder is not passed on."""
+    """Copy as `export --max-shard-size` does; a module of another folder is not passed on."""
     with jax.enable_x64(True):
         (params, rebuild), _ = make_models()
         saving.save(rebuild(params), CONFIG, tmp_path / "draft")

@@ -122,6 +122,7 @@ class AdapterRoutes:
             old = models.get(name)
             models[name] = model
         if old is not None:
+            self.answerer.unload(old)
             close_when_idle(old)
         return web.Response(text=f"Success: LoRA adapter '{name}' added successfully.")
 
@@ -131,6 +132,7 @@ class AdapterRoutes:
         if model is None or model.parent is None:
             raise RequestRefused(404, f"lora_name {show(name, 60)} is not loaded", "lora_name")
         del self.answerer.models[name]
+        self.answerer.unload(model)
         close_when_idle(model)
         return web.Response(text=f"Success: LoRA adapter '{name}' removed successfully.")
 

@@ -141,6 +141,8 @@ class Answerer:
         self._num_answering = 0
         """Requests that are being answered."""
         self.totals = {"prompt_tokens": 0, "generation_tokens": 0, "request_success": 0}
+        self.unloaded_prefix_tokens = (0, 0)
+        """Tokens looked for and found by models that are gone: totals of /metrics never fall."""
 
     def routes(self) -> list[Route]:
         """Return the routes."""
@@ -169,10 +171,17 @@ class Answerer:
         running, waiting = (sum(numbers) for numbers in zip(*loads, strict=True))
         lines = [f"vllm:num_requests_running {running}", f"vllm:num_requests_waiting {waiting}"]
         pairs = [model.engine.prefix_tokens() for model in self.models.values()]
+        pairs.append(self.unloaded_prefix_tokens)
         queries, hits = (sum(numbers) for numbers in zip(*pairs, strict=True))
         totals = {**self.totals, "prefix_cache_queries": queries, "prefix_cache_hits": hits}
         lines += [f"vllm:{name}_total {count}" for name, count in totals.items()]
         return web.Response(text="\n".join(lines) + "\n")
+
+    def unload(self, model: ServedModel) -> None:
+        """Count what a model that is no longer served has found in its prefix cache."""
+        counts = zip(self.unloaded_prefix_tokens, model.engine.prefix_tokens(), strict=True)
+        queries, hits = map(sum, counts)
+        self.unloaded_prefix_tokens = queries, hits
 
     async def _list_models(self, request: web.Request) -> web.Response:
         data = [self._describe(model) for model in self.models.values()]

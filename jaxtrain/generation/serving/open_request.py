@@ -288,8 +288,8 @@ def force_call(choice: Any, tools: Sequence[Mapping[str, Any]]) -> dict[str, Any
     chosen = [entry for entry in functions if name in (None, entry["name"])]
     if not chosen:
         names = ", ".join(show(entry["name"], 40) for entry in functions) or "none"
-        wanted = "a call" if name is None else show(name, 40)
-        refuse(f"tool_choice forces {wanted}, but the functions of tools are: {names}")
+        function = "a call" if name is None else show(name, 40)
+        refuse(f"tool_choice forces {function}, but the functions of tools are: {names}")
     calls = [
         {
             "type": "object",
