@@ -159,7 +159,7 @@ def test_impossible_sizes_are_refused(name, keys, value):
 
 @pytest.mark.parametrize("name", ["qwen2_vl", "qwen2_5_vl"])
 def test_folders_of_one_level_are_read_and_written(name, tmp_path):
-    """The published form: attributes of the text beside vision_config, rotations as in version 4."""
+    """The published form: the text beside vision_config, rotations of transformers 4."""
     raw = copy.deepcopy(VISION[name])
     text, vision = raw.pop("text_config"), raw["vision_config"]
     del text["model_type"], vision["model_type"]
