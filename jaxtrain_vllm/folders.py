@@ -32,9 +32,15 @@ def make_temporary_folder(prefix: str) -> Path:
     process has left is removed by the next call."""
     for other in Path(tempfile.gettempdir()).glob(f"{prefix}*"):
         remove_abandoned(other)
-    folder = Path(tempfile.mkdtemp(prefix=prefix))
-    _locks.append(os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600))
-    fcntl.flock(_locks[-1], fcntl.LOCK_EX)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=prefix))
+        lock = os.open(folder / LOCK, os.O_CREAT | os.O_RDWR, 0o600)
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        # Another server that starts now may have taken the file for one that nobody locks.
+        if (folder / LOCK).exists():
+            break
+        os.close(lock)
+    _locks.append(lock)
     atexit.register(shutil.rmtree, folder, ignore_errors=True)
     return folder
 

@@ -1,5 +1,6 @@
 """Temporary folders of servers, removed whatever ends the server; stable ones, shared."""
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -8,8 +9,8 @@ import tempfile
 
 import pytest
 
-from jaxtrain_vllm import serve
-from jaxtrain_vllm.folders import find_stable_folder, make_temporary_folder
+from jaxtrain_vllm import folders, serve
+from jaxtrain_vllm.folders import find_stable_folder, make_temporary_folder, remove_abandoned
 
 KEEP = """
 import sys, time
@@ -44,6 +45,24 @@ def test_a_folder_goes_with_its_process_or_with_the_next_one(temporary, killed):
     assert not os.path.exists(folder) and os.path.isdir(other) and new.is_dir()
     living.communicate()
     assert [path.name for path in temporary.iterdir()] == [new.name]
+
+
+def test_a_folder_that_another_server_removes_before_it_is_locked_is_made_again(
+    temporary, monkeypatch
+):
+    flock, removed = fcntl.flock, []
+
+    def remove_first(lock, how):
+        if how == fcntl.LOCK_EX and not removed:
+            removed.extend(temporary.iterdir())
+            for folder in removed:
+                remove_abandoned(folder)
+        flock(lock, how)
+
+    monkeypatch.setattr(folders.fcntl, "flock", remove_first)
+    new = make_temporary_folder("jaxtrain-adapters-")
+    assert removed and new not in removed
+    assert list(temporary.iterdir()) == [new] and (new / folders.LOCK).is_file()
 
 
 def test_servers_share_the_metadata_of_the_plugin(temporary, monkeypatch):
