@@ -9,7 +9,7 @@ import time
 import pytest
 
 from jaxtrain.distributed.child_processes import ServerProcess
-from jaxtrain.distributed.orphans import end_orphans
+from jaxtrain.distributed.orphans import end_orphans, read_stat
 from jaxtrain.errors import UserError
 
 # A server with a child that has daemonised and does not hear SIGTERM.
@@ -105,6 +105,11 @@ def find_keeper(pid):
         return int(file.read().rpartition(")")[2].split()[3])  # its session
 
 
+def find_supervisor(keeper):
+    with open(f"/proc/{keeper}/task/{keeper}/children") as file:
+        return int(file.read().split()[0])
+
+
 def test_a_killed_keeper_takes_the_rest_along(tmp_path):
     log, note = tmp_path / "log", tmp_path / "note"
     server_process = ServerProcess([sys.executable, "-c", PAIR], None, log, 0, note=note)
@@ -122,8 +127,15 @@ def test_what_a_run_killed_with_its_keeper_left_is_ended_by_the_next(tmp_path):
     run = subprocess.Popen([sys.executable, "-c", TRAINER, PAIR, str(log)])
     pair = wait_for(lambda: pids(log))
     wait_for(note.exists)
-    run.send_signal(signal.SIGSTOP)  # so that it sees nothing of what follows
-    os.kill(find_keeper(pair[0]), signal.SIGKILL)
+    # Whoever could still act is stopped before the first of them is killed: the run, the leader of
+    # the session and the leader's fork that supervises the server.
+    keepers = [find_keeper(pair[0]), find_supervisor(find_keeper(pair[0]))]
+    assert not set(keepers) & set(pair)
+    for pid in (run.pid, *keepers):
+        os.kill(pid, signal.SIGSTOP)
+        wait_for(lambda pid=pid: read_stat(pid)[0] == "T")
+    for pid in keepers:
+        os.kill(pid, signal.SIGKILL)
     run.kill()
     run.wait()
     remaining = [pid for pid in pair if alive(pid)]
