@@ -19,7 +19,7 @@ from jaxtrain.core.scorer import make_scores, make_topk
 from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.chat.rows import Row
 from jaxtrain.data.chat.template import TemplateFailed
-from jaxtrain.data.chat.tokenize import RowTokenizer
+from jaxtrain.data.chat.tokenize import RowTokenizer, open_row_images
 from jaxtrain.data.comparisons.answers import Answers
 from jaxtrain.data.comparisons.preference_row import (
     LABELS,
@@ -33,7 +33,7 @@ from jaxtrain.data.comparisons.preference_row import (
 from jaxtrain.data.comparisons.ranked import Ranked
 from jaxtrain.data.comparisons.stepwise import StepwiseReader
 from jaxtrain.data.packing.pack import lay_out
-from jaxtrain.data.packing.tree import Node, Tree, chain
+from jaxtrain.data.packing.tree import Node, Tree, join_images
 from jaxtrain.data.sample import Dropped, Sample, Unread
 from jaxtrain.errors import UserError
 from jaxtrain.methods.reward_model.config import RewardModelTask
@@ -94,7 +94,8 @@ class AnswerScores:
 
     def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
         try:
-            judged, keys = read_answers(row, self.dataset)
+            images = open_row_images(self.tokenize.images, origin)
+            judged, keys = read_answers(row, self.dataset, images)
         except MalformedRow as error:
             return Dropped(f"malformed row: {error}", origin)
         ranked, *dropped = self.tokenize(judged, origin)  # `Answers` gives no other notes
@@ -114,10 +115,11 @@ class AnswerScores:
 
 
 def read_answers(
-    row: Mapping[str, Any], dataset: DatasetConfig
+    row: Mapping[str, Any], dataset: DatasetConfig, images: Any = None
 ) -> tuple[PreferenceRow, dict[str, int | list[int]]]:
-    """(all answers of a row; {key to add: number of its answer, or a list of these}); Malformed
-    where it has none. Judgments that the row holds are not needed."""
+    """Return (all answers of a row; {key to add: number of its answer, or a list of these}); raises
+    MalformedRow where it has none. Judgments that the row holds are not needed. images: as in
+    read_judged."""
     judgments = (*LABELS, *SCORES, *RANKS)
     renamed_row = {
         name: value
@@ -134,7 +136,7 @@ def read_answers(
     plain = dataset.model_copy(
         update={"fields": keys_of_messages, "margin": "column", "column_formats": {}}
     )
-    judged = read_judged(renamed_row, plain)
+    judged = read_judged(renamed_row, plain, images)
     number = len(judged.answers)
     keys: dict[str, int | list[int]]
     if judged.pairs and several is None:
@@ -151,8 +153,8 @@ def read_answers(
 
 def branch(ranked: Ranked) -> Tree:
     """The prompt with each answer as a branch."""
-    nodes = [Node(-1, ranked.prompt, {})]
-    nodes += [Node(0, answer.tokens, {}) for answer in ranked.answers]
+    nodes = [Node(-1, ranked.prompt, {}, images=ranked.images)]
+    nodes += [Node(0, answer.tokens, {}, images=answer.images) for answer in ranked.answers]
     return Tree(tuple(nodes), origin=ranked.origin, controls=ranked.controls)
 
 
@@ -169,14 +171,17 @@ class StepScores:
     def read(self, row: Mapping[str, Any], origin: str) -> ScoringRow | Dropped:
         try:
             columns = Row(row, **self.reader.dataset.reading)
-            prompt, steps, _ = self.reader.read(columns)
+            columns.images = open_row_images(self.reader.images, origin)
+            prompt, placed, steps, _ = self.reader.read(columns)
         except (MalformedRow, TemplateFailed) as error:
             return Dropped(f"malformed row: {error}", origin)
         tokens = [*prompt, *(token for step in steps for token in step)]
         if len(tokens) > self.max_len:
             return Dropped("too long", origin)
         ends = len(prompt) + np.cumsum([len(step) for step in steps]) - 1
-        return ScoringRow(row, chain(np.array(tokens, np.int32), {}), ends)
+        images = join_images([(placed, len(prompt))], len(tokens)) if placed is not None else None
+        node = Node(-1, np.array(tokens, np.int32), {}, images=images)
+        return ScoringRow(row, Tree((node,), origin=origin), ends)
 
     def describe(self, item: ScoringRow, numbers: Numbers) -> dict[str, Any]:
         gap = (numbers["scores"][:, 1] - numbers["scores"][:, 0]).astype(np.float64)

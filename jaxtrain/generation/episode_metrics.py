@@ -1,11 +1,13 @@
 """Numbers and examples that describe episodes, under the names that TRL's users know."""
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.packing.tree import Image
 from jaxtrain.generation.episodes import Episode
 from jaxtrain.runs.samples import message_text
 from jaxtrain.text_safety import escape_control_chars
@@ -74,11 +76,17 @@ def list_thumbnails(episode: Episode) -> dict[str, str]:
     }
     if not images:
         return {}
+    first = itertools.islice(images.values(), MAX_THUMBNAILS)
+    urls = ((image.key, draw_thumbnail(image)) for image in first)
+    return {key: url for key, url in urls if url is not None}
+
+
+@functools.lru_cache(maxsize=256)
+def draw_thumbnail(image: Image) -> str | None:
+    """Return `decode.make_thumbnail` of an image, drawn once for all answers to its prompt."""
     from jaxtrain.data.images.decode import make_thumbnail
 
-    first = itertools.islice(images.items(), MAX_THUMBNAILS)
-    urls = ((key, make_thumbnail(image.source)) for key, image in first)
-    return {key: url for key, url in urls if url is not None}
+    return make_thumbnail(image.source)
 
 
 def excerpt(text: Any, width: int = 160) -> str:

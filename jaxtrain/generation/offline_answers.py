@@ -58,6 +58,7 @@ def read_episode(tokenize: Any, tokenizer: Any, row: Any, name: str) -> Episode:
             (sample.weights > 0).tolist(),
             [0.0] * len(sample.tokens),
             [-1] * len(sample.tokens),
+            images=sample.images,
         )
         for sample in samples
     ]
@@ -73,5 +74,6 @@ def read_episode(tokenize: Any, tokenizer: Any, row: Any, name: str) -> Episode:
         completion=decode_answer(tokenizer, last.tokens[first:end]),
         prompt=tokenizer.decode(last.tokens[:first]),
         earlier=earlier,
+        images=last.images,
         given=True,
     )

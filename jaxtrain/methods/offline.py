@@ -8,7 +8,7 @@ import numpy as np
 from rich.console import Console
 
 from jaxtrain.batch import Batch
-from jaxtrain.config import Config, DatasetConfig
+from jaxtrain.config import Config, DatasetConfig, ModelConfig
 from jaxtrain.core.architecture import find_architecture
 from jaxtrain.core.bundle import ModelBundle, count_microsteps
 from jaxtrain.core.task import Round, TrainingContext
@@ -19,6 +19,7 @@ from jaxtrain.data.pipeline import Recipe, count_part, eval_batches, open_source
 from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process
+from jaxtrain.errors import UserError
 from jaxtrain.models.capabilities import require_trees
 
 LOOK_SECONDS = 10.0
@@ -274,3 +275,17 @@ def open_images(config: Config, tokenizer: Any, row_tokens: int) -> ImagePacker 
     from jaxtrain.data.images.setup import open_packer
 
     return open_packer(folder, raw, tokenizer, config.data, row_tokens)
+
+
+def reads_same_images(model: ModelConfig, tokenizer: Any) -> bool:
+    """Return True if another model reads images, and takes the same patches and tokens of a picture
+    as the one whose format the tokenizer has (`open_images`)."""
+    from jaxtrain.data.images.format import read_format
+
+    folder, raw = find_architecture(model)
+    if getattr(tokenizer, "image_format", None) is None or "vision_config" not in raw:
+        return False
+    try:
+        return read_format(folder, raw, tokenizer) == tokenizer.image_format
+    except UserError:  # settings that are not followed
+        return False

@@ -51,7 +51,7 @@ def check_tensors(
                     f"{stored.file.name}: {name} is stored as {stored.dtype}, as quantized weights"
                     " are; convert the model to floats"
                 )
-        elif name == TIED_COPY and config.score is not None:
+        elif name.endswith(TIED_COPY) and config.score is not None:
             continue  # the head of the language model that it was
         elif name in copies:
             table = tables.get(copies[name])

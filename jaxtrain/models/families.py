@@ -14,14 +14,21 @@ from jaxtrain.huggingface.config_checks import check_names
 from jaxtrain.huggingface.files import read_object, spell
 from jaxtrain.models import ARCHITECTURES, DRAFTS, TEXTS
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.scores import ScoreHead, read_score_head, split_architecture
+from jaxtrain.models.scores import (
+    LANGUAGE,
+    PICTURED,
+    ScoreHead,
+    read_score_head,
+    split_architecture,
+)
 
-BASE, CAUSAL = "Model", "ForCausalLM"
+BASE, CAUSAL = "Model", LANGUAGE
 
 
 def resolve_architecture(name: str) -> str:
     """Return the name that a family here goes by: of an old spelling (LLaMAForCausalLM), of a model
-    without its head (LlamaModel), of a class that torch's fully_shard renamed (FSDPLlama...)."""
+    without its head (LlamaModel), of a class that torch's fully_shard renamed (FSDPLlama...), and
+    by its text's class, of a model whose class has another ending around a tower."""
     known = {**ARCHITECTURES, **DRAFTS}
     plain = name.removeprefix("FSDP")
     if name in known or any(entry.name == name for entry in plugins.list_entry_points("models")):
@@ -31,6 +38,7 @@ def resolve_architecture(name: str) -> str:
         plain,
         plain.removesuffix("Text" + BASE) + CAUSAL,
         plain.removesuffix(BASE) + CAUSAL,
+        plain.removesuffix(CAUSAL) + PICTURED,
     )
     fitting = (by_spelling[c.lower()] for c in candidates if c.lower() in by_spelling)
     return next(fitting, name)

@@ -56,9 +56,11 @@ class TextConfig(DecoderConfig):
         raw = super().to_hf()
         if self.around is None:
             return {**raw, "model_type": self.text_type}
-        del raw["architectures"]
-        text = {**raw, "model_type": self.text_type}
-        return {**json.loads(self.around), "model_type": self.model_type, "text_config": text}
+        head = {} if self.score is None else self.score.to_hf(self.architecture, pictured=True)
+        text = {key: raw[key] for key in raw if key != "architectures" and key not in head}
+        text["model_type"] = self.text_type
+        outer = {**json.loads(self.around), **head, "model_type": self.model_type}
+        return {**outer, "text_config": text}
 
     def fit(self, tensors: Collection[str]) -> Self:
         """The prefix stands in the folder, not in its config: transformers writes a flat config
@@ -69,10 +71,10 @@ class TextConfig(DecoderConfig):
         return self
 
     def check(self) -> None:
-        if self.score is not None and self.around is not None:
+        if self.score is not None and self.around is not None and self.vision is None:
             raise UserError(
-                f"{self.architecture}: a model that scores has no place for the vision tower of a"
-                " multimodal folder; start from its text alone: transformers.AutoModelForCausalLM"
+                f"{self.architecture}: a model that scores has no place for a vision tower that is"
+                " not read here; start from its text alone: transformers.AutoModelForCausalLM"
                 ".from_pretrained(FOLDER).save_pretrained(TEXT)"
             )
         super().check()

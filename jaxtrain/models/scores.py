@@ -4,6 +4,9 @@ transformers knows two of them, for every decoder alike: `<Name>ForSequenceClass
 `score.weight` [n, D], read at the last token of a text (a reward model has n = 1), and
 `<Name>ForTokenClassification` has `score.bias` [n] as well, read at any token (a process reward
 model has n = 2: wrong, right).
+
+Around a tower for images it has such classes for few families (`KNOWN`); others are named by the
+same rule.
 """
 
 import dataclasses
@@ -18,7 +21,13 @@ SUFFIXES: dict[str, Per] = {
     "ForSequenceClassification": "sequence",
     "ForTokenClassification": "token",
 }
-LANGUAGE = "ForCausalLM"
+LANGUAGE, PICTURED = "ForCausalLM", "ForConditionalGeneration"
+KNOWN = {
+    "Gemma3ForSequenceClassification",
+    "Qwen3_5ForSequenceClassification",
+    "Qwen3_5ForTokenClassification",
+}
+"""Classes of transformers 5.24 that score texts with images."""
 OTHERWISE = {
     "Gemma3ForSequenceClassification": "Gemma3TextForSequenceClassification",
     "Qwen3_5ForSequenceClassification": "Qwen3_5TextForSequenceClassification",
@@ -38,13 +47,14 @@ class ScoreHead:
     drawn: bool = False
     """The weights to start from are a language model's, which has no such head: it is drawn."""
 
-    def to_hf(self, architecture: str) -> dict[str, Any]:
-        """Keys of the config.json of such a model of a family, by its causal model's name."""
+    def to_hf(self, architecture: str, *, pictured: bool = False) -> dict[str, Any]:
+        """Keys of the config.json of such a model of a family, by the name of the model that
+        writes. pictured: with a tower for images."""
         suffix = next(suffix for suffix, per in SUFFIXES.items() if per == self.per)
         scalar = self.per == "sequence" and len(self.labels) == 1
-        name = architecture.removesuffix(LANGUAGE) + suffix
+        name = architecture.removesuffix(LANGUAGE).removesuffix(PICTURED) + suffix
         return {
-            "architectures": [OTHERWISE.get(name, name)],
+            "architectures": [name if pictured else OTHERWISE.get(name, name)],
             "num_labels": len(self.labels),
             "id2label": {str(index): label for index, label in enumerate(self.labels)},
             "label2id": {label: index for index, label in enumerate(self.labels)},

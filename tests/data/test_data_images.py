@@ -4,6 +4,7 @@ rows."""
 import base64
 import pickle
 import threading
+import time
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -17,9 +18,8 @@ from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.pairs import PairTrees
 from jaxtrain.data.comparisons.preference_row import SAME
 from jaxtrain.data.comparisons.preferences import RankedReader
-from jaxtrain.data.images import decode
+from jaxtrain.data.images import decode, fetch
 from jaxtrain.data.images.patches import PatchPacker
-from jaxtrain.data.images.reader import _check_host
 from jaxtrain.data.packing.pack import Fields, build_batch, fit_rows, lay_out, stack_batches
 from jaxtrain.data.packing.prefixes import FlatSequence, merge_prefixes, share_prefixes
 from jaxtrain.data.packing.steps import StepShape, count_images
@@ -206,7 +206,38 @@ def test_a_url_is_fetched_of_an_allowed_host_alone(folder, tokenizer):
             assert reason in drop.reason, (url, drop.reason)
         server.shutdown()
     for host in ("some.example", "SOME.Example"):
-        _check_host(f"https://{host}/a.png", read.images.hosts)
+        fetch.check_host(f"https://{host}/a.png", read.images.hosts)
+
+
+@pytest.mark.parametrize("headers", [True, False])
+def test_a_slow_server_holds_no_reader(headers, folder, tokenizer, monkeypatch):
+    """A byte now and then keeps a socket's timeout from ever running out."""
+    monkeypatch.setattr(fetch, "SECONDS", 0.4)
+    done = threading.Event()
+
+    class Slow(Pictures):
+        def do_GET(self):
+            if headers:
+                self.send_response(200)
+                self.send_header("Content-Length", "1000000")
+                self.end_headers()
+            try:
+                while not done.wait(0.02):
+                    self.wfile.write(b"H")
+                    self.wfile.flush()
+            except OSError:
+                pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Slow) as server:
+        server.daemon_threads = True
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        read = make_reader(folder, tokenizer, image_hosts=["127.0.0.1"])
+        start = time.monotonic()
+        [drop] = read(ask(part("x"), image=f"http://127.0.0.1:{server.server_port}/a.png"))
+        seconds = time.monotonic() - start
+        done.set()
+        server.shutdown()
+    assert "it takes more than 0.4 seconds" in drop.reason and seconds < 5
 
 
 def test_without_the_format_images_are_refused_by_name(folder, tokenizer):

@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from PIL import Image as Pillow
 
+from jaxtrain.data.images import decode
 from jaxtrain.data.images.decode import THUMBNAIL, make_thumbnail
 from jaxtrain.data.images.placing import describe_part
 from jaxtrain.data.packing.tree import Image, PlacedImages
-from jaxtrain.generation.episode_metrics import MAX_THUMBNAILS, describe_sample
+from jaxtrain.generation.episode_metrics import MAX_THUMBNAILS, describe_sample, draw_thumbnail
 from jaxtrain.generation.episodes import Episode
 from jaxtrain.runs.dashboard.run_data import WatchedRun
 from jaxtrain.runs.dashboard.screens.samples import draw_conversation
@@ -23,6 +24,12 @@ from jaxtrain.runs.samples import write_line
 
 sys.path.append(str(Path(__file__).parents[1] / "runs"))
 from folders import write_run
+
+
+@pytest.fixture(autouse=True)
+def forget():
+    """Pictures of these tests have the same keys."""
+    draw_thumbnail.cache_clear()
 
 
 def write_picture(path: Path, size: tuple[int, int], color: str) -> Path:
@@ -70,9 +77,19 @@ def test_lines_hold_the_first_pictures_that_can_be_read(tmp_path):
     )
     assert [read(url).size for url in line["thumbnails"].values()] == [(20, 10), (10, 20)]
     assert [int(key, 16) for key in line["thumbnails"]] == [0, 1]
+    draw_thumbnail.cache_clear()
     many = describe_sample(make_episode([path] * 20), 1.0, {})
     assert len(many["thumbnails"]) == MAX_THUMBNAILS
     assert "thumbnails" not in describe_sample(make_text_episode(prompt="Which?"), 1.0, {})
+
+
+def test_a_thumbnail_is_drawn_once_for_all_answers(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(decode, "make_thumbnail", lambda source: drawn.append(source) or "url")
+    path = write_picture(tmp_path / "a.png", (20, 10), "red")
+    lines = [describe_sample(make_episode([path]), 1.0, {}) for _ in range(4)]
+    assert all(list(line["thumbnails"].values()) == ["url"] for line in lines)
+    assert drawn == [path]
 
 
 def test_the_report_shows_pictures_and_the_dashboard_their_names(tmp_path, monkeypatch):

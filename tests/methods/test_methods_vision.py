@@ -1,4 +1,4 @@
-"""Runs of SFT and DPO whose rows have images."""
+"""Runs of methods that train on rows with images."""
 
 import json
 
@@ -107,24 +107,36 @@ def write_rows(folder, kind, colors):
             Image.new("RGB", (20, 20), color).save(folder / f"{number}.png")
             row = {"prompt": "Which?", "images": [f"{number}.png"]}
             answer = ("red", "green", "blue")[number % 3]
-            if kind == "sft":
+            if kind in ("sft", "distillation"):
                 row["completion"] = answer
             else:
                 row |= {"chosen": answer, "rejected": "black"}
             file.write(json.dumps(row) + "\n")
 
 
-@pytest.mark.parametrize("kind", ["sft", pytest.param("preference", marks=pytest.mark.thorough)])
-def test_a_run_reads_pixels(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("sft", ()),
+        ("reward_model", ()),
+        pytest.param("preference", (), marks=pytest.mark.thorough),
+        pytest.param(
+            "distillation",
+            ("task.teacher.kind=start", "task.ce_weight=1"),
+            marks=pytest.mark.thorough,
+        ),
+    ],
+)
+def test_a_run_reads_pixels(kind, words, tmp_path):
     """Texts, sizes and so tokens are the same; the picture alone says which answer is right."""
     (tmp_path / "smolvlm.jinja").write_text(TEMPLATE)
     config = tmp_path / "config.toml"
     config.write_text((SMOLVLM + RUN).format(folder=tmp_path, kind=kind))
     write_rows(tmp_path, kind, ["red", "green", "blue"])
-    losses = train(config, tmp_path / "colors")
+    losses = train(config, tmp_path / "colors", *words)
     assert list(losses) == [1, 2, 3] and losses[3] < losses[1]
     write_rows(tmp_path, kind, ["gray"])
-    gray = train(config, tmp_path / "gray")
+    gray = train(config, tmp_path / "gray", *words)
     assert gray[2] != losses[2] and gray[3] != losses[3]
 
 

@@ -18,8 +18,9 @@ from jaxtrain.data.chat import template
 from jaxtrain.data.chat.control_tokens import encoder_of
 from jaxtrain.data.chat.messages import MalformedRow, check_values
 from jaxtrain.data.chat.rows import Row, read_prompt
-from jaxtrain.data.packing.pack import Fields, Normalize
-from jaxtrain.data.packing.tree import Node, Tree
+from jaxtrain.data.chat.tokenize import open_images, open_row_images
+from jaxtrain.data.packing.pack import Fields, ImagePacker, Normalize
+from jaxtrain.data.packing.tree import Node, PlacedImages, Tree, join_images
 from jaxtrain.data.pipeline import Recipe
 from jaxtrain.data.preview import Probe, probe_trees, show_tree, show_trees
 from jaxtrain.data.sample import Dropped, RowNote, note_unread
@@ -50,13 +51,15 @@ class Stepwise(Recipe):
         last_only: bool = False,
         max_completion: int | None = None,
         dtype: Any = np.float32,
+        images: ImagePacker | None = None,
     ):
         """separator: text after each step. last_only: in training data only the last label of an
-        answer counts. max_completion: limit of tokens of all steps. dtype: dtype of the weights."""
+        answer counts. max_completion: limit of tokens of all steps. dtype: dtype of the weights.
+        images: what makes patches of the images of prompts; None: text alone."""
         self.data, self.tokenizer = data, tokenizer
         self.separator, self.last_only, self.max_completion = separator, last_only, max_completion
         self.row_tokens = data.sequence_len
-        self.fields = Fields((STEP,), {LABEL: np.int32}, dtype=dtype)
+        self.fields = Fields((STEP,), {LABEL: np.int32}, dtype=dtype, images=images)
 
     @override
     def open(self, dataset: DatasetConfig) -> MixturePart:
@@ -74,7 +77,7 @@ class Stepwise(Recipe):
 
     @override
     def settings(self, dataset: DatasetConfig) -> str | None:
-        if type(self) is not Stepwise:
+        if type(self) is not Stepwise or self.fields.images is not None:
             return None
         keys = dataset.model_dump_json(
             include={"fields", "roles", "special_tokens", "chat_template_kwargs"}
@@ -122,6 +125,7 @@ class StepwiseReader:
         self.dataset, self.tokenizer, self.data = dataset, tokenizer, data
         self.last_only, self.max_completion = last_only, max_completion
         self.encoder = encoder_of(tokenizer, dataset.special_tokens)
+        self.images = open_images(dataset, tokenizer)
         self.separator = template.encode(tokenizer, separator)
         if not self.separator:
             raise UserError(
@@ -135,17 +139,23 @@ class StepwiseReader:
     def __call__(self, row: dict[str, Any], origin: str) -> list[Tree | RowNote]:
         try:
             columns = Row(row, **self.dataset.reading)
-            prompt, steps, labels = self.read(columns)
+            columns.images = open_row_images(self.images, origin)
+            prompt, placed, steps, labels = self.read(columns)
         except template.TemplateOmission as error:
             return [Dropped(str(error), origin)]
         except (MalformedRow, template.TemplateFailed) as error:
-            return [Dropped(f"malformed row: {error}", origin)]
+            where = getattr(error, "location", "")
+            return [Dropped(f"malformed row: {error}", f"{origin}, {where}" if where else origin)]
         if labels is None:
             return [Dropped("malformed row: column labels is missing or empty", origin)]
-        return [self._fit(prompt, steps, labels, origin), *note_unread(columns.unread, origin)]
+        tree = self._fit(prompt, placed, steps, labels, origin)
+        return [tree, *note_unread(columns.unread, origin)]
 
-    def read(self, row: Row) -> tuple[list[int], list[list[int]], list[int] | None]:
-        """Return (tokens of the prompt, tokens of each step with its separator, labels or None).
+    def read(
+        self, row: Row
+    ) -> tuple[list[int], PlacedImages | None, list[list[int]], list[int] | None]:
+        """Return (tokens of the prompt, its images, tokens of each step with its separator, labels
+        or None).
 
         Raises MalformedRow for columns of other types.
         """
@@ -162,25 +172,33 @@ class StepwiseReader:
                 raise MalformedRow("column labels must have a label for each of the completions")
             labels = [read_label(label) for label in labels]
         tokens = [[*self.encoder.text(step), *self.separator] for step in steps]
-        return self._prompt(row), tokens, labels
+        return *self._prompt(row), tokens, labels
 
-    def _prompt(self, row: Row) -> list[int]:
+    def _prompt(self, row: Row) -> tuple[list[int], PlacedImages | None]:
         row.require("prompt")
         prompt = read_prompt(row)
         if prompt is None:
             raise MalformedRow("column prompt is missing or empty")
         if isinstance(prompt.value, str) and not row.has_context:
-            return template.begin_text(self.tokenizer, self.encoder, prompt.value)
-        return template.prompt_tokens(
+            return template.begin_text(self.tokenizer, self.encoder, prompt.value), None
+        tokens = template.prompt_tokens(
             self.tokenizer,
             prompt.messages,
             prompt.tools,
             self.dataset.special_tokens,
             {**self.dataset.chat_template_kwargs, **(prompt.chat_template_kwargs or {})},
         )
+        if row.images is None:
+            return tokens, None
+        return tokens, row.images.find(np.array(tokens), prompt.messages)
 
     def _fit(
-        self, prompt: list[int], steps: list[list[int]], labels: list[int], origin: str
+        self,
+        prompt: list[int],
+        placed: PlacedImages | None,
+        steps: list[list[int]],
+        labels: list[int],
+        origin: str,
     ) -> Tree | Dropped:
         """Build the tree and apply the length rules."""
         ends = len(prompt) + np.cumsum([len(step) for step in steps]) - 1
@@ -205,7 +223,12 @@ class StepwiseReader:
             return Dropped("no trained token", origin)
         weights[ends[labeled]] = 1.0
         label[ends[labeled]] = np.array(labels)[labeled]
-        return Tree((Node(-1, tokens, {STEP: weights}, {LABEL: label}),), origin=origin)
+        # A step is labeled behind the prompt, so no cut is within an image.
+        images = None
+        if placed is not None:
+            images = join_images([(placed, len(prompt))], len(tokens))
+        node = Node(-1, tokens, {STEP: weights}, {LABEL: label}, images=images)
+        return Tree((node,), origin=origin)
 
 
 def read_label(value: Any) -> int:

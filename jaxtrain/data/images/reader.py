@@ -14,23 +14,20 @@ are fetched from the hosts of `image_hosts` alone.
 import base64
 import binascii
 import hashlib
-import http.client
 import os
 import threading
-import urllib.error
-import urllib.request
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import unquote, urlsplit
+from urllib.parse import unquote
 
 import numpy as np
-from typing_extensions import override
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow, is_empty
 from jaxtrain.data.images.decode import MAX_BYTES, decode, measure, read_file
+from jaxtrain.data.images.fetch import fetch
 from jaxtrain.data.images.format import ImageFormat
 from jaxtrain.data.packing.tree import Image, PlacedImages
 from jaxtrain.text_safety import name_type, show
@@ -39,8 +36,6 @@ PAYLOAD = ("image", "path", "url", "base64", "image_url", "bytes")
 """Keys of a part, or of an object in a column, that hold an image or say where it lies."""
 KINDS = ("image", "image_url")
 """Types of parts that stand for an image."""
-SECONDS = 20.0
-"""Limit of the fetch of a URL."""
 MAX_MEASURED = 1 << 16
 """Limit of images whose sizes are remembered."""
 DECODING = threading.BoundedSemaphore(4)
@@ -133,7 +128,7 @@ class ImageReader:
         if value[:7].lower() == "file://":
             return self._find(unquote(value[7:]))
         if "://" in value[:16]:
-            return self._fetch(value)
+            return fetch(value, self.hosts)
         return self._find(value)
 
     def _find(self, text: str) -> Path:
@@ -145,17 +140,6 @@ class ImageReader:
         if self.folder is None or os.path.commonpath([folder, path]) != folder:
             raise MalformedRow(f"an image lies outside of {folder} (image_folder of its dataset)")
         return Path(path)
-
-    def _fetch(self, url: str) -> bytes:
-        """Return what a URL of an allowed host holds."""
-        _check_host(url, self.hosts)
-        opener = urllib.request.build_opener(_SameHosts(self.hosts))
-        try:
-            with opener.open(url, timeout=SECONDS) as reply:
-                return reply.read(MAX_BYTES + 1)
-        except (OSError, ValueError, http.client.HTTPException) as error:
-            reason = getattr(error, "reason", None) or error
-            raise MalformedRow(f"an image cannot be fetched: {reason}") from None
 
 
 def open_reader(dataset: DatasetConfig | None, image_format: ImageFormat) -> ImageReader:
@@ -180,31 +164,6 @@ def describe(value: Any) -> str:
     if isinstance(value, str):
         return "a data URL" if value[:5].lower() == "data:" else show(value, 80)
     return "bytes" if isinstance(value, bytes) else name_type(value)
-
-
-class _SameHosts(urllib.request.HTTPRedirectHandler):
-    """Redirections to allowed hosts alone."""
-
-    def __init__(self, hosts: tuple[str, ...]):
-        self.hosts = hosts
-
-    @override
-    def redirect_request(self, req: Any, fp: Any, code: Any, msg: Any, headers: Any, newurl: str):
-        _check_host(newurl, self.hosts)
-        return super().redirect_request(req, fp, code, msg, headers, newurl)
-
-
-def _check_host(url: str, hosts: tuple[str, ...]) -> None:
-    try:
-        parts = urlsplit(url)
-    except ValueError as error:
-        raise MalformedRow(f"an image is no URL: {error}") from None
-    if parts.scheme not in ("http", "https"):
-        raise MalformedRow(f"an image is a URL of scheme {show(parts.scheme, 20)}")
-    if not hosts:
-        raise MalformedRow("an image is a URL, which are read only of hosts in image_hosts")
-    if parts.hostname not in hosts:
-        raise MalformedRow(f"an image is a URL of {show(parts.hostname, 60)}, not in image_hosts")
 
 
 def _decode_base64(text: Any) -> bytes:

@@ -20,10 +20,13 @@ from jaxtrain.generation.local.speculation import DraftedModel
 
 
 def score_text(
-    sampler: Requests, tokens: Sequence[int], images: PlacedImages | None = None
+    sampler: Requests,
+    tokens: Sequence[int],
+    images: PlacedImages | None = None,
+    k: int = MAX_LIKELY,
 ) -> tuple[list[float], list[Likely]]:
-    """Return (the log-prob of each token given those before it, NaN for the first; the MAX_LIKELY
-    most probable tokens of each place, none for the first), at temperature 1. images: of the first
+    """Return (the log-prob of each token given those before it, NaN for the first; the k most
+    probable tokens of each place, none for the first), at temperature 1. images: of the first
     tokens."""
     model, mesh = sampler.model, sampler.mesh
     model = model.target if isinstance(model, DraftedModel) else model
@@ -38,7 +41,7 @@ def score_text(
     with sampler.on_mesh():
         scored = jax.tree.map(
             lambda x: np.asarray(to_host(x))[0, row, start + 1 : start + len(tokens)],
-            score_rows(model, feed(batch, mesh), min(MAX_LIKELY, model.head().shape[0])),
+            score_rows(model, feed(batch, mesh), min(k, model.head().shape[0])),
         )
     logp, top = scored
     best = zip(top.ids.tolist(), top.logp.tolist(), strict=True)
@@ -63,7 +66,8 @@ def find_likely(sampler: Requests, request: Request, answer: Completion, k: int)
     start, temperature = len(request.prompt), request.sampling.temperature or 1.0
     never = sampler.model.never_drawn
     tokens = [*request.prompt, *answer.tokens]
-    values, texts_likely = score_text(sampler, tokens, request.images)
+    most = MAX_LIKELY + len(never)  # as many remain without those that are never drawn
+    values, texts_likely = score_text(sampler, tokens, request.images, most)
     places = zip(answer.tokens, answer.logprobs, values[start:], texts_likely[start:], strict=True)
     likely = []
     for token, tempered, drawn, listed in places:

@@ -9,7 +9,6 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import numpy as np
 from pydantic import ValidationError
 
 from jaxtrain.config.data import DatasetConfig
@@ -171,20 +170,17 @@ class ServingFormat:
         except UserError as error:  # images without Pillow
             refuse(f"messages: {error}")
         try:
+            listed = [] if images is None else images.list(messages)
             prompt = TokenHistory(self.template).prepare(
-                messages, {}, tools, kwargs, self.max_model_len
+                messages, {}, tools, kwargs, self.max_model_len, listed
             )
+        except MalformedRow as error:
+            refuse(f"messages: {error}")
         except PromptTooLong as error:
             self._refuse_length(str(error))
         except TemplateFailed as error:
             refuse(f"messages: the chat template refuses them: {error}")
-        placed = None
-        if images is not None:
-            try:
-                placed = images.find(np.asarray(prompt.tokens), messages)
-            except MalformedRow as error:
-                refuse(f"messages: {error}")
-        return prompt.tokens, tools, prompt.opened, placed
+        return prompt.tokens, tools, prompt.opened, prompt.images
 
     def read_completion(self, body: Mapping[str, Any], note: Note) -> OpenRequest:
         """Parse POST /v1/completions; RequestRefused."""

@@ -16,6 +16,7 @@ about.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -25,7 +26,7 @@ from typing_extensions import override
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.packing.pack import Fields
-from jaxtrain.data.packing.tree import Node, Tree
+from jaxtrain.data.packing.tree import Tree
 from jaxtrain.data.preview import Probe, probe_samples
 from jaxtrain.data.sample import Dropped, RowNote, Sample, to_tree
 from jaxtrain.data.sequences import Sequences
@@ -153,7 +154,7 @@ class TeacherTokenizer:
         tree = self.rename(samples[0])
         assert isinstance(tree, Tree)
         (node,) = tree.nodes
-        node = Node(node.parent, node.tokens, node.weights, streams)
+        node = replace(node, streams=streams)
         notes = [note for note in notes if note.reason not in self.reader.reads]
         return [Tree((node,), origin=tree.origin, controls=tree.controls), *notes]
 
@@ -164,8 +165,7 @@ class TeacherTokenizer:
         if isinstance(item, Sample):
             return to_tree(item, self.component)
         nodes = tuple(
-            Node(n.parent, n.tokens, {self.component: n.weights["nll"]}, n.streams, n.role, n.since)
-            for n in item.nodes
+            replace(node, weights={self.component: node.weights["nll"]}) for node in item.nodes
         )
         return Tree(nodes, item.ends, item.origin, item.controls)
 

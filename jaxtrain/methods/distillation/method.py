@@ -6,6 +6,7 @@
 The teacher is a role of this process, the student's own past, columns of the data, or a server.
 """
 
+import sys
 from collections.abc import Iterator
 from functools import partial
 from typing import Any
@@ -13,14 +14,14 @@ from typing import Any
 import numpy as np
 from typing_extensions import override
 
-from jaxtrain.batch import Batch
+from jaxtrain.batch import IMAGE_SLOT, Batch
 from jaxtrain.config import Config, DatasetConfig
 from jaxtrain.core.architecture import find_tokenizer
 from jaxtrain.core.bundle import ModelBundle, build_auxiliary_bundle, build_model_bundle
 from jaxtrain.core.roles import Models, Role
 from jaxtrain.core.scorer import Scorer
 from jaxtrain.core.task import POLICY, Round, Task
-from jaxtrain.data.packing.pack import Fields
+from jaxtrain.data.packing.pack import Fields, ImagePacker
 from jaxtrain.data.packing.steps import StepShape
 from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.errors import UserError
@@ -39,7 +40,12 @@ from jaxtrain.methods.distillation.loss import (
     Distillation,
     distillation_loss,
 )
-from jaxtrain.methods.offline import OfflineData, check_packing
+from jaxtrain.methods.offline import (
+    OfflineData,
+    check_packing,
+    open_images,
+    reads_same_images,
+)
 from jaxtrain.methods.rl.advantages import AdvantageOptions
 from jaxtrain.methods.rl.batch_builder import DRAWN, BatchBuilder
 from jaxtrain.methods.rl.prompt_data import PromptData, RoundPlan
@@ -58,11 +64,12 @@ def _open(config: Config, tokenizer: Any, *, follows: bool) -> "TeacherData | On
     task = config.task
     assert isinstance(task, DistillationTask)
     draws = task.on_policy_share > 0
+    images = open_teacher_images(config, tokenizer)
     recipe = TeacherRecipe(
         config.data,
         tokenizer,
         component=COMPONENT,
-        fields=Fields((COMPONENT,), read_streams(task, draws)),
+        fields=Fields((COMPONENT,), read_streams(task, draws), images=images),
         trees=config.data.share_prefixes and follows,
         streams=(IDS, LOGP) if task.teacher.kind == "data" else None,
         top_k=task.top_k,
@@ -77,7 +84,7 @@ def _open(config: Config, tokenizer: Any, *, follows: bool) -> "TeacherData | On
         seed=config.run.seed,
     )
     plan = RoundPlan(
-        make_builder=partial(read_builder, task, config),
+        make_builder=partial(read_builder, task, config, images=images),
         advantages=AdvantageOptions("none", "none"),
         updates=1,
         parts=1,
@@ -182,9 +189,29 @@ def read_streams(task: DistillationTask, draws: bool) -> dict[str, Any]:
     return streams
 
 
-def read_builder(task: DistillationTask, config: Config, rows: int) -> BatchBuilder:
+def open_teacher_images(config: Config, tokenizer: Any) -> ImagePacker | None:
+    """Have the rows' images read, if the teacher reads the same ones; else they are refused, and a
+    line says so."""
+    task = config.task
+    assert isinstance(task, DistillationTask)
+    images, kind = open_images(config, tokenizer, config.data.sequence_len), task.teacher.kind
+    problem = ""
+    if kind == "server":
+        problem = "a teacher behind a server gets tokens alone"
+    elif kind == "model" and not reads_same_images(task.teacher, tokenizer):
+        problem = "the teacher reads no images, or other patches and tokens of a picture"
+    if images is None or not problem:
+        return images
+    tokenizer.image_format = None
+    print(f"task.teacher: {problem}; rows with images are left out", file=sys.stderr, flush=True)
+    return None
+
+
+def read_builder(
+    task: DistillationTask, config: Config, rows: int, images: ImagePacker | None = None
+) -> BatchBuilder:
     """Return how a round becomes batches with `rows` rows in a microstep; all trained tokens count
-    alike."""
+    alike. images: makes patches of the images of prompts."""
     data = config.data
     return BatchBuilder(
         StepShape(rows, None, data.sequence_len, tuple(data.length_buckets)),
@@ -193,6 +220,7 @@ def read_builder(task: DistillationTask, config: Config, rows: int) -> BatchBuil
         share_prompts=task.share_prompts,
         packing=data.packing,
         dtype=np.float64 if config.model.compute_dtype == "float64" else np.float32,
+        images=images,
     )
 
 
@@ -230,10 +258,7 @@ class OnPolicyData(PromptData):
     def prepare(self, round: Round, scorer: Scorer) -> Round:
         """Add the teacher's log-probs, and keep only the stream of drawn tokens; held-out rows have
         none."""
-        batches = [
-            add_teacher(batch._replace(streams={OWN: read_drawn(batch)}), self.server)
-            for batch in round.batches
-        ]
+        batches = [add_teacher(keep_drawn(batch), self.server) for batch in round.batches]
         weights = [batch.weights[COMPONENT] for batch in batches]
         total = sum(float(weight.sum()) for weight in weights)
         drawn = sum(float((b.weights[COMPONENT] * b.streams[OWN]).sum()) for b in batches)
@@ -241,11 +266,13 @@ class OnPolicyData(PromptData):
         return round._replace(batches=batches, metrics={**round.metrics, **metrics})
 
 
-def read_drawn(batch: Batch) -> np.ndarray:
-    """Return the stream OWN float32 [A, B, T]: 1 on tokens that the student drew; held-out rows,
-    which have no such stream, hold none."""
-    drawn = batch.streams.get(DRAWN)
-    return np.zeros(batch.tokens.shape, np.float32) if drawn is None else drawn
+def keep_drawn(batch: Batch) -> Batch:
+    """Return the batch with the stream OWN float32 [A, B, T] alone, 1 on tokens that the student
+    drew, and that of images; held-out rows, which have no drawn tokens, hold 0."""
+    streams = {OWN: batch.streams.get(DRAWN, np.zeros(batch.tokens.shape, np.float32))}
+    if IMAGE_SLOT in batch.streams:
+        streams[IMAGE_SLOT] = batch.streams[IMAGE_SLOT]
+    return batch._replace(streams=streams)
 
 
 def open_server(config: Config) -> TeacherServer | None:

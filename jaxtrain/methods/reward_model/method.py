@@ -18,11 +18,11 @@ from jaxtrain.data.comparisons.pairs import CHOSEN, MARGIN, PREFERENCE, REJECTED
 from jaxtrain.data.comparisons.preferences import Preferences
 from jaxtrain.data.comparisons.stepwise import STEP, Stepwise
 from jaxtrain.data.packing.pack import Fields
-from jaxtrain.methods.offline import OfflineData, check_packing
+from jaxtrain.methods.offline import OfflineData, check_packing, open_images
 from jaxtrain.methods.reward_model.config import RewardModelTask
 from jaxtrain.methods.reward_model.loss import pair_loss, step_loss
 from jaxtrain.models.capabilities import require_trees
-from jaxtrain.models.scores import ScoreHead, split_architecture
+from jaxtrain.models.scores import KNOWN, ScoreHead, split_architecture
 
 Section = RewardModelTask
 HEADS = {
@@ -49,10 +49,12 @@ def _open(config: Config, tokenizer: Any, note: str = "") -> OfflineData:
             last_only=task.train_on_last_step_only,
             max_completion=task.max_completion_length,
             dtype=dtype,
+            images=open_images(config, tokenizer, data.sequence_len),
         )
     else:
         streams = {CHOSEN: np.int32, REJECTED: np.int32, MARGIN: dtype}
-        fields = Fields((PREFERENCE, SCORE), streams, dtype=dtype)
+        images = open_images(config, tokenizer, 2 * data.sequence_len)
+        fields = Fields((PREFERENCE, SCORE), streams, dtype=dtype, images=images)
         build = PairTrees(share_prompts=task.share_prompts)
         recipe = Preferences(data, tokenizer, build, fields, want="pairs")
     return OfflineData(config, recipe, note)
@@ -97,6 +99,9 @@ def describe_start(bundle: ModelBundle) -> str:
         notes.append(
             "the model is a language model: its head is replaced by a drawn one that scores"
         )
+    named = bundle.architecture.to_hf()["architectures"][0]
+    if bundle.architecture.vision is not None and named not in KNOWN:
+        notes.append(f"transformers has no class {named}: the export is read here alone")
     pad, eos = bundle.tokenizer.pad_token_id, bundle.tokenizer.eos_token_id
     if head.per == "sequence" and pad is None:
         notes.append("the tokenizer has no pad token: transformers will score one text at a time")

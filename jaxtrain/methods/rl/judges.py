@@ -23,6 +23,7 @@ from jaxtrain.core.scorer import Scorer
 from jaxtrain.errors import UserError
 from jaxtrain.generation.reward_table import deviation, weigh
 from jaxtrain.huggingface.config_checks import check_names
+from jaxtrain.methods.offline import reads_same_images
 from jaxtrain.methods.reward_model.method import HEADS
 from jaxtrain.methods.rl.advantages import RewardTable
 from jaxtrain.methods.rl.batch_builder import EPISODE, TURN
@@ -38,10 +39,13 @@ class RewardModelJudge:
     weight: float
     steps: bool
     """Whether it scores turns instead of episodes."""
+    sees: bool = False
+    """Whether it reads the policy's images."""
 
 
 def open_judges(config: Config, bundle: ModelBundle) -> dict[RewardModelJudge, Role]:
-    """Return the judges of a run with the roles of their models; raises UserError for a folder that
+    """Return the judges of a run with the roles of their models, once the data are open, so that
+    the tokenizer has the format of the policy's images; raises UserError for a folder that
     is no reward model, or that reads other tokens than the policy."""
     judges = {}
     for index, reward in enumerate(config.rewards):
@@ -62,9 +66,10 @@ def open_judges(config: Config, bundle: ModelBundle) -> dict[RewardModelJudge, R
                 ' with vLLM and use function "vllm_reward", which sends texts'
             )
         role = Role(build_auxiliary_bundle(reward.model, bundle, key, head), "own", in_loss=False)
-        judges[RewardModelJudge(f"judge_{index}", reward.label, reward.weight, per == "token")] = (
-            role
-        )
+        sees = reads_same_images(reward.model, bundle.tokenizer)
+        name = f"judge_{index}"
+        judge = RewardModelJudge(name, reward.label, reward.weight, per == "token", sees)
+        judges[judge] = role
     return judges
 
 
@@ -72,14 +77,16 @@ def ask_judges(
     judges: Sequence[RewardModelJudge], batch: Batch, scorer: Scorer
 ) -> dict[str, np.ndarray]:
     """Return {role: float [A, B, T]}, the score of each judge at every token of a batch; on all
-    processes. UserError for images, which reward models do not read."""
-    if judges and batch.images is not None:
-        raise UserError(
-            f"rewards.model: {judges[0].role} scores texts, and prompts have images; judge answers"
-            " to these by a function"
-        )
+    processes. UserError for images that a judge does not read."""
     answers = {}
     for judge in judges:
+        if batch.images is not None and not judge.sees:
+            raise UserError(
+                f"rewards.{judge.role.removeprefix('judge_')}.model reads no images, or other"
+                " patches and tokens of a picture than the policy, and prompts have images; name a"
+                " reward model of the policy's family with the same preprocessor_config.json, or"
+                " judge answers by a function"
+            )
         scores = scorer.scores(batch, judge.role).astype(np.float64)
         gap = scores[..., -1] - scores[..., 0]
         answers[judge.role] = 1 / (1 + np.exp(-gap)) if judge.steps else scores[..., 0]

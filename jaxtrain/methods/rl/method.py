@@ -89,12 +89,12 @@ def make(config: Config) -> Task:
         fix = "set task.share_prompts and data.packing to false"
         require_trees(bundle.architecture, option, fix)
     check_packing(config, bundle.architecture)
+    data = open_data(config, bundle.tokenizer)
     roles, judges = {POLICY: Role(bundle)}, open_judges(config, bundle)
     roles |= {judge.role: role for judge, role in judges.items()}
     kind = find_reference(task.reference, bundle.adapter) if scores_reference(task) else None
     if kind is not None:
         roles[REFERENCE] = Role(bundle, kind, in_loss=False)
-    data = open_data(config, bundle.tokenizer)
     return Task(
         roles=roles,
         loss=of_policy(
