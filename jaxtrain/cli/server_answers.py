@@ -12,14 +12,15 @@ from typing import Any
 from typing_extensions import override
 
 from jaxtrain.cli.play import AnswerWriter
-from jaxtrain.config import Config, validate_config
+from jaxtrain.config import Config, ModelConfig, validate_config
 from jaxtrain.config.load import apply_overrides, read_saved
 from jaxtrain.config.secrets import reveal_url
-from jaxtrain.core.architecture import find_tokenizer
+from jaxtrain.core.architecture import find_architecture, find_tokenizer, read_architecture
 from jaxtrain.data.chat.template import encode, end_of_turn_ids
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion, EpisodeFailed
 from jaxtrain.generation.vllm.fixed import open_fixed
+from jaxtrain.generation.vllm.images import PromptImages
 from jaxtrain.generation.vllm.sources import is_url
 from jaxtrain.methods.reopen import holds_run
 from jaxtrain.text_safety import show
@@ -38,6 +39,24 @@ def read_config(name: str, overrides: list[str]) -> Config:
     return validate_config(apply_overrides(table, overrides), name)
 
 
+def open_prompt_images(model: ModelConfig, tokenizer: Any) -> PromptImages:
+    """Give the tokenizer the format of the model's images, and return what writes prompts with
+    them; of text alone for a model that reads none, or of which only the tokenizer is here."""
+    model = model.model_copy(update={"init": "random"})  # config.json without weights
+    try:
+        folder, raw = find_architecture(model)
+    except UserError:
+        return PromptImages()
+    if "vision_config" not in raw:
+        return PromptImages()
+    from jaxtrain.data.images.format import read_format
+
+    tokenizer.image_format = read_format(folder, raw, tokenizer)
+    if tokenizer.image_format is None:
+        return PromptImages()
+    return PromptImages(tokenizer, read_architecture(model).never_drawn)
+
+
 class ServerAnswerWriter(AnswerWriter):
     """An AnswerWriter whose model is on servers."""
 
@@ -52,6 +71,7 @@ class ServerAnswerWriter(AnswerWriter):
         self.urls = [reveal_url(url, f"--servers {index}") for index, url in enumerate(urls)]
         config = read_config(name, overrides)
         self.tokenizer, self.raw = find_tokenizer(config.model), raw
+        self.images = open_prompt_images(config.model, self.tokenizer)
         self.require_template(name)
         self.sampling, self.logprobs = config.sampling, logprobs
         self.stage = None
@@ -78,8 +98,12 @@ class ServerAnswerWriter(AnswerWriter):
         """Return answers to prompts of ids. If some get none, raises UserError once all others have
         ended."""
         self.require_tokens(tokens)
-        if any(image is not None for image in images):
-            raise UserError("generate: --servers answers texts, not images")
+        placed = images or [None] * len(tokens)
+        if self.images.tokenizer is None and any(image is not None for image in placed):
+            raise UserError(
+                "generate: the model whose tokenizer is read here (config.json beside it) reads no"
+                " images; name the folder that the servers have"
+            )
         draws = range(len(tokens)) if draws is None else draws
         stop_ids = tuple(end_of_turn_ids(self.tokenizer, self.raw))
         plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
@@ -90,7 +114,9 @@ class ServerAnswerWriter(AnswerWriter):
         async def answer(index: int) -> None:
             number = draws[index]
             try:
-                completion = await engine.generate(tokens[index], self.sampling, stop_ids, number)
+                completion = await engine.generate(
+                    tokens[index], self.sampling, stop_ids, number, images=placed[index]
+                )
             except EpisodeFailed as failure:
                 failures.append(f"prompt {number}: {failure}")
                 return
@@ -109,6 +135,7 @@ class ServerAnswerWriter(AnswerWriter):
         with open_fixed(
             self.urls, reported, log, lambda text: encode(self.tokenizer, text)
         ) as engine:
+            engine.images = self.images
             asyncio.run(answer_all())
         complete = [completion for completion in answers if completion is not None]
         if failures:

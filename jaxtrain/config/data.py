@@ -42,9 +42,9 @@ class DatasetConfig(Section):
     either ("s3://bucket/*.jsonl", gs://, https://: copied to the cache first), a database by
     SQLAlchemy ("sqlite:///rows.db", see name), Hub id, or
     "builtin:calculator" (conversations that the project generates), "builtin:calculator_pairs"
-    (right answers against wrong ones), "builtin:shapes" (questions about pictures), "builtin:tasks"
-    (the numbers of a taskset's tasks, env.kind verifiers), or for task tree "builtin:caterpillar"
-    (random trees)."""
+    (right answers against wrong ones), "builtin:shapes" and "builtin:digits" (questions about
+    pictures), "builtin:tasks" (the numbers of a taskset's tasks, env.kind verifiers), or for task
+    tree "builtin:caterpillar" (random trees)."""
     name: str | None = None
     """Subset of a Hub dataset; table or query (SELECT ...) of a database."""
     split: str = "train"

@@ -15,6 +15,7 @@ from jaxtrain.config import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.chat.rows import Row, normalize_row
 from jaxtrain.data.chat.tokenize import open_images, open_row_images
+from jaxtrain.data.sample import TOO_MANY_PATCHES
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.order import Order
 from jaxtrain.errors import UserError
@@ -34,10 +35,19 @@ class PromptRows:
     """Rows with random access, each with its renamed columns beside the original ones, and with
     messages, tools and keywords of templates in one form."""
 
-    def __init__(self, rows: Any, dataset: DatasetConfig, key: str, images: Any = None):
-        """images: reader of the dataset's images; None refuses them. Raises UserError if a renamed
-        column is in none of the first rows."""
+    def __init__(
+        self,
+        rows: Any,
+        dataset: DatasetConfig,
+        key: str,
+        images: Any = None,
+        row_patches: int | None = None,
+    ):
+        """images: reader of the dataset's images; None refuses them. row_patches: limit of the
+        patches of a row's images, beyond which it is unusable. Raises UserError if a renamed column
+        is in none of the first rows."""
         self.rows, self.dataset, self.images = rows, dataset, images
+        self.row_patches = row_patches
         columns = {name: column for name, column in dataset.fields.items() if "." not in name}
         check_columns(rows, columns, f"{key}.fields", dataset.path)
 
@@ -56,6 +66,8 @@ class PromptRows:
         columns.images = open_row_images(self.images, self.origin(index))
         try:
             normalized = normalize_row(columns)
+            if self._has_too_many(columns.images):
+                raise MalformedRow(TOO_MANY_PATCHES)
             if kwargs := self.dataset.chat_template_kwargs:
                 kwargs = {**kwargs, **(normalized.get("chat_template_kwargs") or {})}
                 normalized["chat_template_kwargs"] = kwargs
@@ -64,16 +76,24 @@ class PromptRows:
             where = ", ".join(filter(None, (self.origin(index), error.location)))
             return UnreadableRow(f"malformed row: {error}", where), ()
 
+    def _has_too_many(self, images: Any) -> bool:
+        """Return True for images of a row that none of training has room for."""
+        limit = self.row_patches
+        return images is not None and limit is not None and images.num_patches > limit
+
     def origin(self, index: int) -> str:
         """Return the name of a row in messages."""
         named = getattr(self.rows, "origin", None)
         return named(index) if named else f"{self.dataset.path} row {index + 1}"
 
 
-def open_prompts(dataset: DatasetConfig, key: str, tokenizer: Any = None) -> PromptRows:
+def open_prompts(
+    dataset: DatasetConfig, key: str, tokenizer: Any = None, row_patches: int | None = None
+) -> PromptRows:
     """Open the prompts of a dataset; `key` is its place in the config. tokenizer: with the format
-    of its model's images, if they are read. Raises UserError."""
-    return PromptRows(open_rows(dataset), dataset, key, open_images(dataset, tokenizer))
+    of its model's images, if they are read. row_patches: see PromptRows. Raises UserError."""
+    images = open_images(dataset, tokenizer)
+    return PromptRows(open_rows(dataset), dataset, key, images, row_patches)
 
 
 def check_columns(rows: Any, columns: Mapping[str, str], key: str, path: str) -> None:

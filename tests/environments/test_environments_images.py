@@ -31,7 +31,7 @@ from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.episode_codec import pack, unpack
 from jaxtrain.generation.episode_engine import open_view
 from jaxtrain.generation.local.prefill import Prompt
-from jaxtrain.generation.prompts import open_prompts
+from jaxtrain.generation.prompts import PromptRows, open_prompts
 from jaxtrain.generation.serving.open_request import ServingFormat
 from jaxtrain.safe_io import UnreadableRow
 
@@ -371,6 +371,10 @@ def test_a_prompt_with_more_patches_than_a_row_is_not_answered(folder, tokenizer
     with pytest.raises(UnusableRow, match=r"too many patches .*data\.image_patches"):
         asyncio.run(env.run(rows[0], open_view(engine), Sampling(), 0))
     assert engine.texts == ["red"]
+    for limit, unreadable in ((patches - 1, True), (patches, False)):
+        row = PromptRows(rows.rows, rows.dataset, "x", rows.images, limit)[0]
+        assert isinstance(row, UnreadableRow) == unreadable, "dropped at reading, nothing rendered"
+        assert not unreadable or "too many patches" in row.reason
     with pytest.raises(UserError, match="1 of 1 prompts looked at cannot be used"):
         measure_prompts(rows, env, "data.datasets.0", print)
     env = open_env(EnvConfig(), tokenizer, row_patches=patches)

@@ -1,21 +1,19 @@
 """Requests with images before they are drawn; likely tokens beside those never drawn."""
 
 import base64
-import sys
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from smolvlm_text import draw, open_tokenizer
 
-from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.generation.engine import MAX_LIKELY
 from jaxtrain.generation.local import scoring
 from jaxtrain.generation.serving.open_request import ServingFormat
 
 
 @pytest.mark.slow
-def test_messages_are_placed_and_refused_without_pillow(tmp_path, monkeypatch):
+def test_images_of_messages_are_placed(tmp_path):
     serving_format = ServingFormat(open_tokenizer(tmp_path), 1000, 200)
 
     def read(*urls):
@@ -35,12 +33,6 @@ def test_messages_are_placed_and_refused_without_pillow(tmp_path, monkeypatch):
     features = [image.num_features for image in request.images.images]
     expected = [*range(sum(features)), *range(features[0])]
     np.testing.assert_array_equal(slot[slot >= 0], expected)
-
-    serving_format.images.measured.clear()
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(RequestRefused, match=r"jaxtrain\[vision\]") as refused:
-        read(first)
-    assert refused.value.status == 400
 
 
 def test_as_many_likely_tokens_remain_without_those_that_are_never_drawn(monkeypatch):

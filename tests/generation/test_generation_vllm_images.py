@@ -3,6 +3,7 @@
 import asyncio
 import base64
 import dataclasses
+import json
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -33,6 +34,7 @@ from jaxtrain.generation.episode_engine import open_view
 from jaxtrain.generation.vllm import images as vllm_images
 from jaxtrain.generation.vllm.factory import open_vllm
 from jaxtrain.generation.vllm.images import PromptImages
+from jaxtrain.main import main
 from jaxtrain.methods.offline import open_images
 
 SIZES = ((40, 30), (31, 64), (16, 16), (40, 30))
@@ -107,6 +109,38 @@ def test_the_server_gets_a_placeholder_and_the_pixels_of_each_image(open_kind, t
         ours, sent = (image_format.cut(x) for x in (decode(draw(*size)), open_part(part)))
         for expected, actual in zip(ours, sent, strict=True):
             np.testing.assert_array_equal(actual, expected)
+
+
+@pytest.mark.slow
+def test_generate_sends_images_to_servers(tmp_path, capsys):
+    """The folder's config.json and image settings are read here, no weights."""
+    model = make_vision_model(tmp_path / "model")
+    for file in Path(model).glob("*.safetensors"):
+        file.unlink()
+    (tmp_path / "a.png").write_bytes(draw(40, 30))
+    fake, fragments = FakeVllm(), []
+
+    def expand(sent, parts):
+        fragments.append((sent, parts))
+        image_format = read_format(Path(model), raw, tokenizer)
+        size = open_part(parts[0]).size
+        tokens = encode(tokenizer, image_format.expand(size))
+        place = sent.index(image_format.token)
+        return [*sent[:place], *tokens, *sent[place + 1 :]]
+
+    raw = json.loads((Path(model) / "config.json").read_text())
+    tokenizer = load_tokenizer(str(model))
+    fake.expand = expand
+    command = ["generate", str(model), "--servers", fake.url, "sampling.max_new_tokens=4"]
+    try:
+        words = ["--prompt", "Which?", "--image", str(tmp_path / "a.png")]
+        assert main([*command, *words]) == 0, capsys.readouterr().err
+        assert len(fragments) == 1 and len(fragments[0][1]) == 1
+        bias = fake.asked[-1]["sampling_params"]["logit_bias"]
+        assert set(bias.values()) == {-100.0} and bias
+        assert ">>> [image 40x30" in capsys.readouterr().out
+    finally:
+        fake.kill()
 
 
 def test_a_picture_is_encoded_once_for_a_group(tmp_path, monkeypatch):

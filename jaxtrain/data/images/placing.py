@@ -39,6 +39,12 @@ class RowImages:
         self.reader, self.origin, self.max_tokens = reader, origin, max_tokens
         self._num_tokens = 0
         self.by_marker: dict[str, Image] = {}
+        self._images: dict[str, Image] = {}
+
+    @property
+    def num_patches(self) -> int:
+        """Patches of the images that were read, each counted once."""
+        return sum(image.num_patches for image in self._images.values())
 
     keys = PAYLOAD
     """Keys of a part that are read."""
@@ -137,6 +143,7 @@ class RowImages:
         origin = f"{self.origin}, image {number}" if self.origin else f"image {number}"
         try:
             image = self.reader.read(value, origin)
+            self._images[image.key] = image
             self._num_tokens += image.num_features
             if self.max_tokens is not None and self._num_tokens > self.max_tokens:
                 raise MalformedRow(f"images of more than {self.max_tokens:,} tokens")

@@ -247,14 +247,15 @@ def _builtin(dataset: DatasetConfig, split: str) -> RowSource:
     from jaxtrain.data.sources.calculator_pairs import CalculatorPairs
 
     name = dataset.path.removeprefix(BUILTIN)
-    if name not in ("calculator", "calculator_pairs", "shapes", "tasks"):
+    if name not in ("calculator", "calculator_pairs", "digits", "shapes", "tasks"):
         raise UserError(
             f"no builtin data {dataset.path!r}: there is {BUILTIN}calculator,"
-            f" {BUILTIN}calculator_pairs for preferences, {BUILTIN}shapes with pictures, and"
-            f" {BUILTIN}tasks for tasksets"
+            f" {BUILTIN}calculator_pairs for preferences, {BUILTIN}shapes and {BUILTIN}digits with"
+            f" pictures, and {BUILTIN}tasks for tasksets"
         )
     options = {
         "tasks": ("num_rows",),
+        "digits": ("num_rows", "size"),
         "shapes": ("num_rows", "seed", "size", "max_count", "questions"),
     }
     allowed = options.get(name, ("num_rows", "seed", "max_value", "follow_up"))
@@ -270,6 +271,10 @@ def _builtin(dataset: DatasetConfig, split: str) -> RowSource:
         from jaxtrain.data.sources.shapes import ShapeRows
 
         return ShapeRows(split=split, **dataset.options)
+    if name == "digits":
+        from jaxtrain.data.sources.digits import DigitRows
+
+        return DigitRows(split=split, **dataset.options)
     rows = CalculatorRows(split=split, **dataset.options)
     return rows if name == "calculator" else CalculatorPairs(rows)
 

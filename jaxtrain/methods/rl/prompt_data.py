@@ -296,7 +296,7 @@ class PromptData:
     def _open_prompts(self) -> list[PromptRows]:
         """Open the rows of each dataset; raises UserError."""
         return [
-            open_prompts(dataset, f"data.datasets.{index}", self.tokenizer)
+            open_prompts(dataset, f"data.datasets.{index}", self.tokenizer, self._row_patches)
             for index, dataset in enumerate(self.config.data.datasets)
         ]
 
