@@ -121,6 +121,10 @@ def run_serve(argv: list[str]) -> None:
     model = Model(args.model, args.overrides, several=True)
     model.require_language()
     model.max_len = min(model.max_len, args.max_model_len)
+    if args.train is not None:
+        from jaxtrain.training_api.trainer import without_new_adapter
+
+        model.snapshot = without_new_adapter(model.snapshot)
     with ThreadPoolExecutor(1, thread_name_prefix="sampler") as thread:
         asyncio.run(serve(args, model, key, thread, adapters))
 

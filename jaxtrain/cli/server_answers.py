@@ -21,6 +21,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion, EpisodeFailed
 from jaxtrain.generation.vllm.fixed import open_fixed
 from jaxtrain.generation.vllm.images import PromptImages
+from jaxtrain.generation.vllm.server import VllmServer
 from jaxtrain.generation.vllm.sources import is_url
 from jaxtrain.methods.reopen import holds_run
 from jaxtrain.text_safety import show
@@ -133,9 +134,10 @@ class ServerAnswerWriter(AnswerWriter):
             print(text, file=sys.stderr)
 
         with open_fixed(
-            self.urls, reported, log, lambda text: encode(self.tokenizer, text)
+            self.urls, reported, log, lambda text: encode(self.tokenizer, text), option="--servers"
         ) as engine:
             engine.images = self.images
+            require_room(tokens, draws, engine.servers.all)
             asyncio.run(answer_all())
         complete = [completion for completion in answers if completion is not None]
         if failures:
@@ -144,3 +146,20 @@ class ServerAnswerWriter(AnswerWriter):
                 " --output the same command asks for these alone"
             )
         return complete
+
+
+def require_room(
+    tokens: Sequence[Sequence[int]], draws: Sequence[int], servers: Sequence[VllmServer]
+) -> None:
+    """Raise UserError for prompts [tokens] that leave no server room for an answer: asked again,
+    they would fail again. draws: their numbers."""
+    limits = [(server.max_model_len, server.url) for server in servers if server.max_model_len > 0]
+    limit, url = min(limits, default=(0, ""))
+    long = [draws[index] for index, ids in enumerate(tokens) if 0 < limit <= len(ids)]
+    if long:
+        named = ", ".join(map(str, long[:10])) + (", ..." if len(long) > 10 else "")
+        raise UserError(
+            f"generate: {url} takes {limit:,} tokens, prompt and answer, and {len(long)} of"
+            f" {len(tokens)} prompts leave no room (number {named}); shorten or remove them, or"
+            " start the server with a larger --max-model-len"
+        )

@@ -210,6 +210,16 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
         yield from find_launch_conflicts(config)
     if rollout.engine == "sglang":
         yield from find_sglang_conflicts(rollout)
+        drawn = {
+            "sampling": sampling,
+            **{f"eval.sets.{i}": s for i, s in enumerate(config.eval.sets)},
+        }
+        for place, section in drawn.items():
+            if section.structured_outputs is not None and section.structured_outputs.choice:
+                yield (
+                    f"{place}.structured_outputs.choice: SGLang takes json_schema or regex; write"
+                    ' the texts as regex = "(yes|no)"'
+                )
     if rollout.engine != "local" and rollout.local.model_dump(exclude_defaults=True):
         vllm_hint = "; vLLM takes --quantization and --kv-cache-dtype when it starts"
         yield (

@@ -9,6 +9,10 @@ from typing import Any, NamedTuple
 from jaxtrain.training_api.journal import Record
 
 PROTOBUF, JSON, ERROR = "protobuf", "json", "error"
+PAST = asyncio.Event()
+"""Set event, shared by all entries that have ended: an event of their own takes more memory than
+the rest of them."""
+PAST.set()
 USER, SERVER = "user", "server"
 """Categories of errors: the request, or this server, is at fault."""
 
@@ -70,7 +74,26 @@ class Entry:
     def end(self, result: Result) -> None:
         """Set the result and wake all tasks that wait for it."""
         self.result, self.ended_at = result, time.monotonic()
+        self.note_end()
+
+    def note_end(self) -> None:
+        """Wake all tasks that wait for the result."""
         self.done.set()
+        self.done = PAST
+
+    def note_logged(self) -> None:
+        """Wake all tasks that wait until the request is in the log, or was refused."""
+        self.logged.set()
+        self.logged = PAST
+
+    def drop_result(self) -> int:
+        """Forget the result; returns its size in bytes. Errors stay: they are short, and a replay
+        reads them."""
+        assert self.result is not None
+        size = 0 if self.result.kind == ERROR else len(self.result.body)
+        if size:
+            self.result = self.result._replace(body=b"")
+        return size
 
     def request_record(self) -> Record:
         """Return the request for the log."""
@@ -98,7 +121,7 @@ def read_entries(records: list[Record]) -> tuple[dict[int, Entry], list[int]]:
             if header["request"]["seq_id"] in entries:
                 continue
             entry = Entry(**header["request"], payload=payload)
-            entry.logged.set()
+            entry.note_logged()
             entries[entry.seq_id] = entry
         elif "restarts" in header:
             entries[header["of"]].restarts = header["restarts"]

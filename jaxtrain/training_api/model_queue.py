@@ -21,6 +21,7 @@ from typing import Any
 
 from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.errors import UserError, is_out_of_memory
+from jaxtrain.runs.manifest import write_atomically
 from jaxtrain.text_safety import escape_control_chars
 from jaxtrain.training_api.futures import ERROR, SERVER, USER, Entry, Result, read_entries
 from jaxtrain.training_api.journal import Journal, Record
@@ -34,7 +35,10 @@ GAP_SECONDS = 60.0
 """Longest wait of a request for one with a lower number."""
 MAX_WAITING, MAX_SEQ_ID = 1024, 2**31 - 1
 MAX_RESTARTS = 8
-"""Servers that may end while they run a request again; the next one refuses it."""
+"""Servers that may end while they run a request again, or bring a model back; the next one refuses
+it."""
+OPENING = "opening"
+"""File with the number of servers in a row that have ended while they brought the model back."""
 SNAPSHOT_SECONDS, SNAPSHOT_BYTES = 60.0, 1 << 28
 """A step that ends that long after the last snapshot is followed by one; a request that begins when
 the log has grown by that much is preceded by one, unless there are gradients for a step."""
@@ -42,6 +46,10 @@ RETRY_SECONDS = 5.0
 """Between two tries to write a result to a disk that is full."""
 RETENTION_SECONDS = 3600.0
 """Time that a result stays after it was read."""
+MAX_READ_BYTES = 1 << 26
+"""Size of the results that stay after they were read, of a model; older ones go first."""
+UNREAD_SECONDS = 86_400.0
+"""Time that a result stays if it is not read."""
 
 
 class ModelQueue:
@@ -65,6 +73,9 @@ class ModelQueue:
         """Number of the request that an earlier server may have been running when it ended."""
         self._loaded, self._loading = False, asyncio.Lock()
         self._read: deque[tuple[float, Entry]] = deque()
+        self._read_bytes = 0
+        self._ended = deque(self.entries[seq_id] for seq_id in self._order)
+        """Entries whose results may be held, by the times at which they ended."""
         self._snapshot_at, self._snapshot_size = time.monotonic(), 0
         """Time of the last snapshot, and the size of the log after it."""
         self._arrived = asyncio.Event()
@@ -120,7 +131,7 @@ class ModelQueue:
             del self.entries[entry.seq_id]
             raise RequestRefused(503, f"the log cannot be written: {error.strerror}") from None
         finally:
-            entry.logged.set()
+            entry.note_logged()
         self.waiting[entry.seq_id] = entry
         if self.broken:
             entry.end(self._lost())
@@ -152,7 +163,7 @@ class ModelQueue:
                 for waiting in self.waiting.values():
                     waiting.end(self._lost())
             self.next_seq = entry.seq_id + 1
-            self._forget_read()
+            self._forget_results()
 
     async def show(self) -> TrainedModel | None:
         """Return the model, brought into memory; None: it was not created. RequestRefused for one
@@ -175,7 +186,7 @@ class ModelQueue:
                 self._loaded = True
                 for entry in [e for e in self.waiting.values() if e.result is not None]:
                     self.waiting.pop(entry.seq_id)
-                    entry.done.set()
+                    entry.note_end()
 
     async def unload(self) -> None:
         """Take a model that has nothing to do out of memory; the next request brings it back."""
@@ -188,11 +199,27 @@ class ModelQueue:
     def _open(self) -> None:
         """Replay; what fails leaves the model closed, and the log as it is."""
         try:
-            self._replay()
+            self._count_servers()
+            try:
+                self._replay()
+            finally:
+                (self.operations.folder / OPENING).unlink(missing_ok=True)
         # A damaged file, a full device: the other models must go on.
         except Exception:
             print(escape_control_chars(traceback.format_exc()), file=sys.stderr)
             raise
+
+    def _count_servers(self) -> None:
+        """Count this server among those that may end in a replay; UserError if too many have."""
+        file = self.operations.folder / OPENING
+        ended = int(file.read_text()) if file.exists() else 0
+        if ended >= MAX_RESTARTS:
+            raise UserError(
+                f"{ended} servers ended while they brought {self.operations.model_id} back (the"
+                " system may have killed them for memory); it is left closed, and other models go"
+                f" on. To try again, say on a larger machine, remove {file}"
+            )
+        write_atomically(file, str(ended + 1))
 
     def _leave(self) -> None:
         if self.operations.model is not None:
@@ -234,6 +261,7 @@ class ModelQueue:
         self._order.append(entry.seq_id)
         self.waiting.pop(entry.seq_id, None)
         entry.end(result)
+        self._ended.append(entry)
 
     async def _append(self, record: Record) -> None:
         """Log a record; wait while the disk is full."""
@@ -249,6 +277,8 @@ class ModelQueue:
         if entry.read_at is None:
             entry.read_at = time.monotonic()
             self._read.append((entry.read_at, entry))
+            assert entry.result is not None
+            self._read_bytes += 0 if entry.result.kind == ERROR else len(entry.result.body)
 
     async def _in_thread(self, work: Any, *args: Any) -> Any:
         loop = asyncio.get_running_loop()
@@ -294,7 +324,15 @@ class ModelQueue:
         if self._wants_snapshot(entry.operation):
             cursor = {"seq_id": entry.seq_id, "kind": result.kind, "body": result.body.decode()}
             self._try_snapshot(cursor)
+        self._drop_body(entry)
         return result
+
+    def _drop_body(self, entry: Entry) -> None:
+        """Drop the body of a forward pass that has succeeded: no restart runs it again."""
+        if entry.operation == "forward_backward" and not self.operations.adds_gradients(
+            entry.operation, entry.payload
+        ):
+            entry.payload = b""
 
     def _fail(self, entry: Entry, result: Result) -> Result:
         if self.operations.adds_gradients(entry.operation, entry.payload):
@@ -372,11 +410,18 @@ class ModelQueue:
                         raise
             if failed:
                 self._fail(entry, entry.result)
+            elif entry.payload:
+                self._drop_body(entry)
 
-    def _forget_read(self) -> None:
-        """Drop the bodies of results that were read long ago; their requests stay known."""
-        while self._read and time.monotonic() - self._read[0][0] > RETENTION_SECONDS:
-            _, entry = self._read.popleft()
-            assert entry.result is not None
-            if entry.result.kind != ERROR:  # these are short, and `_replay` reads them
-                entry.result = entry.result._replace(body=b"")
+    def _forget_results(self) -> None:
+        """Drop results that were read long ago, or before many others, or were not read for a day;
+        their requests stay known."""
+        now = time.monotonic()
+        while len(self._read) > 1 and (
+            self._read_bytes > MAX_READ_BYTES or now - self._read[0][0] > RETENTION_SECONDS
+        ):
+            self._read_bytes -= self._read.popleft()[1].drop_result()
+        while self._ended and now - (self._ended[0].ended_at or now) > UNREAD_SECONDS:
+            entry = self._ended.popleft()
+            if entry.read_at is None:
+                entry.drop_result()

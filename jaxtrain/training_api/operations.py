@@ -48,7 +48,10 @@ class Operations:
         # What is saved is on disk, and may have been replaced since.
         if operation.startswith("save_"):
             return
-        if operation == "forward_backward" and not self.adds_gradients(operation, payload):
+        # An empty payload was that of a forward pass, and is dropped once it has ended.
+        if operation == "forward_backward" and not (
+            payload and self.adds_gradients(operation, payload)
+        ):
             return
         self.run(operation, request_id, payload)
 

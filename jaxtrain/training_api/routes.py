@@ -83,7 +83,7 @@ class TrainingApi:
         for header, _ in self.journal.read():
             if "session" in header:
                 self.sessions.add(header["session"])
-            else:
+            elif self._is_saved(header["path"]):
                 self.sampling[header["sampling"]] = header["path"]
         self.models: dict[str, ModelQueue] = {}
         self.samples: dict[str, Entry] = {}
@@ -112,7 +112,21 @@ class TrainingApi:
         loop = asyncio.get_running_loop()
         while True:
             await loop.run_in_executor(self.thread, self.store.delete_expired)
+            await asyncio.to_thread(self._forget_samplers)
             await asyncio.sleep(EXPIRY_SECONDS)
+
+    def _forget_samplers(self) -> None:
+        """Forget the sampling sessions whose weights are gone."""
+        for sampler_id, path in list(self.sampling.items()):
+            if not self._is_saved(path):
+                self.sampling.pop(sampler_id, None)
+
+    def _is_saved(self, path: str | None) -> bool:
+        """Return whether sampler weights are on disk; None: those of the base."""
+        try:
+            return path is None or bool(self.store.find(path, "sampler_weights", "model_path"))
+        except UserError:
+            return False
 
     async def close(self) -> None:
         """Stop after the request that is being run."""
@@ -329,8 +343,15 @@ class TrainingApi:
         return web.json_response({**about, "model_path": self._sampler(sampler_id)})
 
     def _sampler(self, sampler_id: Any) -> str | None:
-        if not isinstance(sampler_id, str) or sampler_id not in self.sampling:
-            raise RequestRefused(404, f"sampling_session_id {show(sampler_id, 60)} is unknown")
+        known = isinstance(sampler_id, str) and sampler_id in self.sampling
+        if not known or not self._is_saved(self.sampling[sampler_id]):
+            raise RequestRefused(
+                404,
+                f"sampling_session_id {show(sampler_id, 60)} is unknown, or its weights were"
+                " deleted: their ttl_seconds are over, or they had no name and newer ones came;"
+                " save them again, with a name",
+                "sampling_session_id",
+            )
         return self.sampling[sampler_id]
 
     async def _append(self, record: Record) -> None:
@@ -347,7 +368,7 @@ class TrainingApi:
         if entry.operation == "save_weights_for_sampler" and entry.result is not None:
             answer = json.loads(entry.result.body or b"{}")
         sampler_id = answer.get("sampling_session_id")
-        if sampler_id is None or sampler_id in self.sampling:
+        if sampler_id is None or sampler_id in self.sampling or not self._is_saved(answer["path"]):
             return None
         return Record({"sampling": sampler_id, "path": answer["path"]})
 
@@ -428,7 +449,9 @@ class TrainingApi:
         result = entry.result
         assert result is not None
         if not result.body:
-            raise RequestRefused(410, f"the result of {show(request_id)} was read before")
+            raise RequestRefused(
+                410, f"the result of {show(request_id)} was read before, or not within a day"
+            )
         if (record := self._find_sampler(entry)) is not None:
             await self._append(record)
             self._note_samplers(record)

@@ -9,7 +9,9 @@ All calls are made by one thread, the only one that launches work on the devices
 import dataclasses
 import functools
 import hashlib
+import weakref
 import zlib
+from collections import deque
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
@@ -44,6 +46,8 @@ ALPHA = 32.0
 ROLE = "policy"
 MAX_PROGRAMS = 64
 """Losses, with their numbers, whose programs are kept for a kind of models."""
+MAX_KINDS = 8
+"""Kinds of models whose programs stay in memory when no model needs them."""
 
 
 class LoRA(NamedTuple):
@@ -66,19 +70,23 @@ class Base:
     """Model that adapters are trained on, with its weights on the devices."""
 
     def __init__(self, config: Config, snapshot: ModelSnapshot, longest: int):
-        """longest: tokens of a datum, its last target included. UserError for a model that has an
-        adapter already."""
+        """snapshot: of a whole model, or of `without_new_adapter`. longest: tokens of a datum, its
+        last target included. UserError for a model that has an adapter already."""
         self.config, self.longest = config, longest
         self.bundle = snapshot.roles.bundle
-        if self.bundle.adapter is not None:
+        adapter = self.bundle.adapter
+        if adapter is not None and (adapter.slots or adapter.full or adapter.rows):
             raise UserError(
                 "--train trains adapters on a whole model, and this one is an adapter itself; make"
                 " it whole first (jaxtrain merge)"
             )
+        self.quantize: Any = "none" if adapter is None else adapter.quantize
+        """Storage of the frozen kernels, as in adapter.quantize."""
         self.params = dict(snapshot.params())
         self.mesh = self.bundle.mesh
         self.follows_trees = snapshot.model().follows_trees
-        self._kinds: dict[LoRA, ModelKind] = {}
+        self._kinds: weakref.WeakValueDictionary[LoRA, ModelKind] = weakref.WeakValueDictionary()
+        self._recent: deque[ModelKind] = deque(maxlen=MAX_KINDS)
 
     def fingerprint(self) -> str:
         """Return the sha256 over name, dtype, shape, first and last vector of every parameter:
@@ -93,9 +101,26 @@ class Base:
     def kind(self, lora: LoRA) -> "ModelKind":
         """Return the kind of models that train this; UserError where the model has no such
         part."""
-        if lora not in self._kinds:
-            self._kinds[lora] = ModelKind(self, lora)
-        return self._kinds[lora]
+        kind = self._kinds.get(lora)
+        if kind is None:
+            kind = self._kinds[lora] = ModelKind(self, lora)
+        if kind in self._recent:
+            self._recent.remove(kind)
+        self._recent.append(kind)
+        return kind
+
+
+def without_new_adapter(snapshot: ModelSnapshot) -> ModelSnapshot:
+    """Return a model that was opened with adapter.quantize without the adapter that section adapter
+    has begun over its quantized base: clients bring theirs. Other models are returned as they
+    are."""
+    roles, adapter = snapshot.roles, snapshot.roles.bundle.adapter
+    is_new = adapter is not None and adapter.source is None and not snapshot.step
+    if adapter is None or not is_new or adapter.quantize == "none" or adapter.full or adapter.rows:
+        return snapshot
+    bundle = dataclasses.replace(roles.bundle, adapter=dataclasses.replace(adapter, slots={}))
+    base, params = Roles({roles.trained: Role(bundle)}), snapshot.params()
+    return ModelSnapshot(base, {path: params[path] for path in base.frozen_shapes}, 0)
 
 
 class ModelKind:
@@ -104,8 +129,19 @@ class ModelKind:
     def __init__(self, base: Base, lora: LoRA):
         self.base, self.lora = base, lora
         bundle = base.bundle
+        if not lora.rank and base.quantize != "none":
+            raise UserError(
+                f"lora_config.rank 0 trains all weights, and those of the base are stored in fewer"
+                f" bits (adapter.quantize {base.quantize}); give a rank of at least 1"
+            )
         if lora.rank:
-            section = AdapterConfig(kind="lora", rank=lora.rank, alpha=ALPHA, target=lora.targets)
+            section = AdapterConfig(
+                kind="lora",
+                rank=lora.rank,
+                alpha=ALPHA,
+                target=lora.targets,
+                quantize=base.quantize,
+            )
             adapter = make_adapter(section, bundle.architecture)
             bundle = dataclasses.replace(bundle, adapter=adapter)
         self.roles = Roles({ROLE: Role(bundle)})

@@ -100,8 +100,8 @@ class WeightsStore:
         if earlier["fingerprint"] != identity["fingerprint"]:
             raise UserError(
                 f"--train {self.folder}: its models train on the weights that were in"
-                f" {earlier['path']}, and {location} has others; serve those, or name another"
-                " folder"
+                f" {earlier['path']}, and those of {location}, as adapter.quantize stores them, are"
+                " others; serve the first, or name another folder"
             )
 
     def model_folder(self, model_id: str) -> Path:

@@ -12,7 +12,9 @@ from test_generation_drafts import TARGET, save
 from jaxtrain.cli.answer_file import AnswerFile
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.errors import UserError
+from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.vllm.engine import VllmEngine
+from jaxtrain.generation.vllm.fixed import open_fixed
 from jaxtrain.main import main
 from jaxtrain.models import families
 from jaxtrain.runs.run_files import write_output
@@ -171,8 +173,20 @@ def test_servers_answer_and_an_interrupted_command_goes_on(tmp_path, capsys, mon
         assert body["sampling_params"]["max_tokens"] == 4
         prompts = {tuple(body["token_ids"]) for body in fake.asked}
         assert len(prompts) == 5
+        # A prompt that is too long would be too long again.
+        long = ["--prompt", "word " * 5_000]
+        assert main([*command[:5], *long]) == 2
+        assert "1 of 1 prompts leave no room (number 0)" in capsys.readouterr().err
+        assert len(fake.asked) == num_asked + 1
     finally:
         fake.kill()
+
+
+def test_a_server_that_does_not_answer_is_named_by_its_option():
+    urls = ["http://127.0.0.1:1"]
+    with pytest.raises(UserError, match=r"^--servers: none answered within 0.1 s: "):
+        with open_fixed(urls, Sampling(), print, option="--servers", wait_seconds=0.1):
+            pass
 
 
 def test_what_servers_cannot_do_is_refused(capsys):

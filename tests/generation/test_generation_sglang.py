@@ -194,6 +194,9 @@ def test_what_cannot_be_is_refused(tmp_path, trained):
     ]:
         with pytest.raises(UserError, match=output):
             make_config(tmp_path, [], vllm={"servers": ["http://a:1"], **vllm})
+    choice = {"max_new_tokens": 4, "temperature": 1.0, "structured_outputs": {"choice": ["a"]}}
+    with pytest.raises(UserError, match="sampling.structured_outputs.choice: SGLang takes"):
+        make_config(tmp_path, [], vllm={"servers": ["http://a:1"]}, sampling=choice)
     rollout = {"engine": "sglang", "devices": 1, "vllm": {"servers": ["http://a:1"]}}
     with pytest.raises(UserError, match="rollout.devices is for the local engine"):
         make_config(tmp_path, [], rollout=rollout)

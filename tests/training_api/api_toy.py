@@ -20,7 +20,7 @@ from jaxtrain.generation.serving.open_request import ServingFormat
 from jaxtrain.methods.registry import make_task
 from jaxtrain.training_api import wire
 from jaxtrain.training_api.routes import PUBLIC, TrainingApi
-from jaxtrain.training_api.trainer import Base
+from jaxtrain.training_api.trainer import Base, without_new_adapter
 
 ARCHITECTURE = {
     "architectures": ["Qwen3ForCausalLM"],
@@ -51,7 +51,7 @@ def open_base(**sections):
     config = make_config(**sections)
     roles = Roles(make_task(config).roles)
     weights, frozen, copies = roles.open(0)
-    snapshot = ModelSnapshot(roles, {**frozen, **copies, **weights}, 0)
+    snapshot = without_new_adapter(ModelSnapshot(roles, {**frozen, **copies, **weights}, 0))
     base = Base(config, snapshot, 200)
     base.bundle_model = snapshot.model()
     return base

@@ -1,11 +1,16 @@
 """The numbers of the training API against a run's own step, closed forms and torch."""
 
+import copy
+import weakref
+
 import jax
+import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from api_toy import as_data, draw_documents, open_base, read_output, write_request
 
+from jaxtrain.adapters.storage import round_trip
 from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.core.roles import Role, Roles
 from jaxtrain.core.step import init_state, make_step
@@ -78,6 +83,30 @@ def open_model(base, seed=7):
     model = TrainedModel(base.kind(LoRA(4)), base.kind(LoRA(4)).start(seed))
     train(model, as_data(draw_documents(2, seed=9)))
     return model
+
+
+def test_adapters_over_a_quantized_base_are_those_over_what_it_stands_for(base):
+    quantized = open_base(adapter={"kind": "lora", "rank": 1, "quantize": "int8"})
+    names = {path.rpartition(".")[0] for path in quantized.params if path.endswith(".codes")}
+    assert len(names) == 7 and all(name.endswith(".kernel") for name in names)
+    rounded = copy.copy(base)
+    rounded.params = {
+        path: jnp.stack([round_trip(kernel, "int8") for kernel in value])
+        if path in names
+        else value
+        for path, value in base.params.items()
+    }
+    rounded._kinds, data = weakref.WeakValueDictionary(), as_data(draw_documents(3))
+
+    def run(base):
+        model = open_model(base)
+        return forward(model, data)[0], train(model, data)[1]["loss:sum"]
+
+    (logprobs, loss), (expected, expected_loss), (other, _) = map(run, (quantized, rounded, base))
+    for values, numbers in zip(logprobs, expected, strict=True):
+        np.testing.assert_allclose(values, numbers, atol=1e-5)
+    assert loss == pytest.approx(expected_loss, rel=1e-5)
+    assert max(np.abs(a - b).max() for a, b in zip(logprobs, other, strict=True)) > 1e-3
 
 
 def forward(model, data, loss="cross_entropy", settings=None):

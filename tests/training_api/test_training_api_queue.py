@@ -6,15 +6,18 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+import jax
 import pytest
 
 from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.errors import UserError
 from jaxtrain.training_api import model_queue
+from jaxtrain.training_api import samplers as samplers_module
 from jaxtrain.training_api.futures import Entry
 from jaxtrain.training_api.journal import Journal, Record
 from jaxtrain.training_api.model_queue import ModelQueue
 from jaxtrain.training_api.samplers import Samplers
+from jaxtrain.training_api.trainer import LoRA
 
 
 class Number:
@@ -157,6 +160,38 @@ def test_a_request_that_ends_every_server_is_refused_by_its_number(tmp_path, thr
     assert step == "forward_backward of seq_id 1 failed"
 
 
+def test_a_model_that_ends_every_server_while_it_is_brought_back_is_set_aside(
+    tmp_path, thread, monkeypatch, capsys
+):
+    monkeypatch.setattr(model_queue, "MAX_RESTARTS", 2)
+    counted, counts = tmp_path / model_queue.OPENING, []
+
+    async def create():
+        queue = open_queue(tmp_path, thread)
+        queue.start()
+        await answer(queue, 0, "create_model")
+        await queue.close()
+
+    async def show():
+        queue = open_queue(tmp_path, thread)
+        queue.operations.run_again = lambda *request: counts.append(counted.read_text())
+        try:
+            await queue.show()
+        finally:
+            await queue.close()
+
+    asyncio.run(create())
+    asyncio.run(show())
+    assert not counted.exists()
+    counted.write_text("1")  # a server was killed
+    asyncio.run(show())
+    assert counts == ["1", "2"] and not counted.exists()
+    counted.write_text("2")
+    with pytest.raises(RequestRefused, match="2 servers ended while they brought session:train:0"):
+        asyncio.run(show())
+    assert f"remove {counted}" in capsys.readouterr().err and len(counts) == 2
+
+
 def test_a_full_disk_delays_a_request_that_is_run_again(tmp_path, thread, monkeypatch, capsys):
     monkeypatch.setattr(model_queue, "RETRY_SECONDS", 0.01)
     journal, payload = Journal(tmp_path / "requests.log"), b"0"
@@ -286,6 +321,39 @@ def test_requests_without_a_step_do_not_grow_the_log_without_bound(tmp_path, thr
     assert results == list(range(30))
 
 
+def test_forward_passes_leave_neither_bodies_nor_results_in_memory(tmp_path, thread, monkeypatch):
+    monkeypatch.setattr(model_queue, "MAX_READ_BYTES", 5_000)
+
+    async def run(count):
+        queue = open_queue(tmp_path, thread)
+        passes = {"adds_gradients": lambda *request: False, "run": lambda *request: b"x" * 1_000}
+        vars(queue.operations).update(passes, run_again=lambda *request: None)
+        queue.start()
+        for seq_id in range(count, count + 20):
+            await answer_bytes(queue, seq_id, b"y" * 1_000)
+            if seq_id % 2:
+                queue.note_read(queue.entries[seq_id])
+        held = [len(entry.result.body) for entry in queue.entries.values()]
+        if count:
+            monkeypatch.setattr(model_queue, "UNREAD_SECONDS", 0.0)
+            await answer_bytes(queue, count + 20, b"")
+        await queue.close()
+        bodies = [len(entry.payload) for entry in list(queue.entries.values())[count:]]
+        return bodies, held, [len(entry.result.body) for entry in queue.entries.values()]
+
+    async def answer_bytes(queue, seq_id, payload):
+        entry = await queue.submit(seq_id, "forward_backward", payload)
+        await asyncio.wait_for(entry.done.wait(), 10)
+
+    bodies, held, _ = asyncio.run(run(0))
+    assert not any(bodies)
+    assert held[::2] == [1_000] * 10, "an answer that was not read is held"
+    assert 4_000 <= sum(held[1::2]) <= 6_000
+    assert held[1::2] == sorted(held[1::2]), "older ones go first"
+    bodies, _, last = asyncio.run(run(20))
+    assert not any(bodies) and sum(last) <= 6_000, "after a day these, too, are dropped"
+
+
 def test_a_log_that_has_grown_waits_for_the_step_of_its_gradients(tmp_path, thread, monkeypatch):
     monkeypatch.setattr(model_queue, "SNAPSHOT_BYTES", 500)
     snapshots = []
@@ -331,6 +399,26 @@ def test_weights_are_set_again_after_a_client_that_hung_up_meanwhile(thread):
         return [await hold(path) for path in (None, "b", "b", None)]
 
     assert asyncio.run(run()) == ["base", "model of b", "model of b", "base"]
+
+
+def test_layouts_of_few_kinds_of_adapters_stay(thread, monkeypatch):
+    laid_out = []
+
+    def lay_out(build, params, frozen, base):
+        laid_out.append(params)
+        return SimpleNamespace(assemble=lambda params, frozen: params)
+
+    monkeypatch.setattr(samplers_module, "lay_out", lay_out)
+    engine = SimpleNamespace(sampler=SimpleNamespace(model="base"))
+    samplers = Samplers(None, engine, thread)
+    base = SimpleNamespace(mesh=jax.make_mesh((1,), ("data",)))
+    roles = SimpleNamespace(rebuild=lambda trained: None, trained=None)
+    for rank in (*range(1, 31), 30, 1):
+        kind = SimpleNamespace(base=base, roles=roles, lora=LoRA(rank), frozen=None)
+        samplers.keep(str(rank), kind, rank)
+        assert samplers._open(str(rank)) == rank
+    assert laid_out == [*range(1, 31), 1]
+    assert len(samplers._layouts) == samplers_module.MAX_LAYOUTS
 
 
 def test_weights_that_take_the_name_of_deleted_ones_are_set(thread):

@@ -253,6 +253,8 @@ def test_weights_with_a_time_to_live_are_deleted_after_it(server, base, monkeypa
     body = {"path": "s", "ttl_seconds": 1000}
     sampler = server.result(client.post("save_weights_for_sampler", **body))["path"]
     forever = server.result(client.post("save_weights", path="b", ttl_seconds=None))["path"]
+    body = {"session_id": client.session, "sampling_session_seq_id": 0, "model_path": sampler}
+    session = server.ask("create_sampling_session", body)["sampling_session_id"]
     server.ask("weights_info", {"tinker_path": path})
     folder = server.api.store.find(sampler, "sampler_weights", "path").folder
     replaced = weights_store.replaced_folder(folder)  # a kill has left those that it replaced
@@ -264,6 +266,10 @@ def test_weights_with_a_time_to_live_are_deleted_after_it(server, base, monkeypa
     for gone in (path, sampler):
         status, answer = server.send("weights_info", {"tinker_path": gone})
         assert status == 404 and "no such weights" in answer["error"]["message"]
+    prompt = {"chunks": [{"tokens": [5]}]}
+    body = {"sampling_session_id": session, "seq_id": 0, "prompt": prompt}
+    status, answer = server.send("asample", body)
+    assert status == 404 and "its weights were deleted" in answer["error"]["message"]
     saved = server.result(client.post("save_weights", path="a", ttl_seconds=5))  # the name is free
     assert saved["path"] == path
     WeightsStore(server.api.folder, base).delete_expired()  # as a restart does
@@ -274,6 +280,9 @@ def test_weights_with_a_time_to_live_are_deleted_after_it(server, base, monkeypa
         if client.model_id.replace(":", "_") in str(file)
     )
     assert remaining == ["a", "b"]
+    assert session in server.api.sampling
+    server.api._forget_samplers()
+    assert session not in server.api.sampling
     server.ask("weights_info", {"tinker_path": forever})
 
 
@@ -389,6 +398,33 @@ def test_a_restart_goes_on_where_it_was(base, alone, tmp_path, monkeypatch, seco
         second.stop()
 
 
+@pytest.mark.slow  # compiles the sampler
+def test_adapters_over_a_quantized_base_are_trained_and_sampled(tmp_path):
+    quantized = open_base(adapter={"kind": "lora", "rank": 1, "quantize": "int8"})
+    server = Server(tmp_path, quantized)
+    try:
+        client = Client(server)
+        losses = [client.step(DATA) for _ in range(4)]
+        assert losses[-1] < losses[0] - 0.1
+        saved = server.result(client.post("save_weights_for_sampler", sampling_session_seq_id=0))
+        params = {"max_tokens": 6, "seed": 5}
+        ((tokens, logprobs),), _ = draw(
+            server, saved["sampling_session_id"], 0, [5, 6, 7], sampling_params=params
+        )
+        sequence = np.array([5, 6, 7, *tokens])
+        data = [(sequence[:-1], {"target_tokens": sequence[1:]})]
+        (scored,), _ = read_output(server.result(client.forward_backward(data, forward_only=True)))
+        np.testing.assert_allclose(logprobs, scored[2:], atol=2e-5)
+        refused = Client(server, rank=0).created
+        assert "rank 0 trains all weights" in refused["error"] and "int8" in refused["error"]
+        # The quantized arrays are shared, not laid out again.
+        shared, _ = split_model(server.api.samplers._base)
+        ((laid_out, _, _),) = server.api.samplers._layouts.values()
+        assert all(shared[path] is value for path, value in laid_out.items())
+    finally:
+        server.stop()
+
+
 def test_a_folder_of_another_base_is_refused(server, base, tmp_path):
     """Shapes are the same; one weight differs in its last place."""
     path = sorted(base.params)[-1]
@@ -398,6 +434,6 @@ def test_a_folder_of_another_base_is_refused(server, base, tmp_path):
     (tmp_path / "base.json").write_bytes((server.api.folder / "base.json").read_bytes())
     assert WeightsStore(tmp_path, base).base is base
     with pytest.raises(
-        UserError, match=r"its models train on the weights that were in .* has others"
+        UserError, match=r"its models train on the weights that were in .* are others"
     ):
         WeightsStore(tmp_path, changed_base)

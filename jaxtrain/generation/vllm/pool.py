@@ -34,6 +34,9 @@ STEP_BYTES = 2**28
 class Pool:
     """The table of servers. Any thread may use it."""
 
+    wait_key = " (rollout.vllm.wait_seconds)"
+    """Key of the longest wait, in messages."""
+
     def __init__(self, config: VllmConfig, log: Callable[[str], None] = print):
         self.config, self.log = config, log
         self.session = secrets.token_hex(4)
@@ -453,6 +456,5 @@ class Pool:
         if too_late:
             reasons = ", ".join(server.describe() for server in self.all) or "none is known"
             raise RunStopped(
-                f"no vLLM server for {self.config.wait_seconds:g} s (rollout.vllm.wait_seconds): "
-                + reasons
+                f"no vLLM server for {self.config.wait_seconds:g} s{self.wait_key}: " + reasons
             )

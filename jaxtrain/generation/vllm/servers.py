@@ -103,7 +103,7 @@ class Servers(Pool):
             names = " and ".join(source.name for source in self.sources)
             raise UserError(
                 f"{names}: none answered within {self.config.wait_seconds:g} s"
-                f" (rollout.vllm.wait_seconds): {self._describe_awaited(waiting)}"
+                f"{self.wait_key}: {self._describe_awaited(waiting)}"
             )
         for server in waiting:
             self.give_up_at_start(server)
