@@ -99,6 +99,10 @@ def test_the_hf_engine_agrees(tiny):
 
 
 @NEEDS_HARNESS
+@pytest.mark.skipif(
+    importlib.util.find_spec("tenacity") is None,
+    reason="no clients of lm-eval: pip install 'lm-eval[api]'",
+)
 @pytest.mark.slow
 def test_local_completions_of_a_server_agree_with_the_hf_engine(tiny):
     """The harness asks `jaxtrain serve` over HTTP: echoed log-probs, and greedy answers."""
