@@ -33,6 +33,17 @@ def add_overrides(parser: Parser) -> None:
     )
 
 
+def add_model(parser: Parser, overrides: str) -> None:
+    """Add the arguments of a verb that opens one model: the model, and changes of its config, with
+    `overrides` as their help."""
+    parser.add_argument(
+        "model",
+        type=os.path.expanduser,
+        help="a run's output_dir, a Hugging Face folder or a Hub id",
+    )
+    parser.add_argument("overrides", nargs="*", help=overrides)
+
+
 def require_run(verb: str, source: Path, overrides: Sequence[str], is_run: bool) -> None:
     """Raise UserError for overrides of something that is no run."""
     if overrides and not is_run:

@@ -126,14 +126,22 @@ def tokenizer():
     return load_tokenizer("builtin")
 
 
+class ImportedModules(dict):
+    """Modules by name, each imported when it is first asked for."""
+
+    def __missing__(self, name):
+        self[name] = importlib.import_module(name)
+        return self[name]
+
+
 @pytest.fixture(scope="module")
-def benchmarks(request):
-    """Modules of benchmarks/ that the test's module lists as NAMES; scripts are no package."""
+def benchmarks():
+    """Modules of benchmarks/; scripts are no package."""
     pytest.importorskip("torch")
     folder = str(Path(__file__).parents[1] / "benchmarks")
     sys.path.insert(0, folder)
     before = set(sys.modules)
-    yield {name: importlib.import_module(name) for name in request.module.NAMES}
+    yield ImportedModules()
     sys.path.remove(folder)
     for name in set(sys.modules) - before:
         if folder in (getattr(sys.modules[name], "__file__", None) or ""):

@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.arguments import Parser, expand_path
+from jaxtrain.arguments import Parser, add_model, expand_path
 from jaxtrain.errors import UserError
 from jaxtrain.safe_io import parse_json, read_text
 from jaxtrain.text_safety import escape_control_chars
@@ -32,16 +32,7 @@ MAX_INPUT = 2**29
 def run_generate(argv: list[str]) -> None:
     """Answer prompts with a run's newest checkpoint or a Hugging Face model."""
     parser = Parser("jaxtrain generate", description=run_generate.__doc__)
-    parser.add_argument(
-        "model",
-        type=os.path.expanduser,
-        help="a run's output_dir, a Hugging Face folder or a Hub id",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        help="sampling.key=value and the like; dataset.key=value for --input",
-    )
+    add_model(parser, "sampling.key=value and the like; dataset.key=value for --input")
     parser.add_argument("--prompt", action="append", default=[], help="may be given several times")
     parser.add_argument(
         "--image",

@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from jaxtrain.arguments import Parser, expand_path
+from jaxtrain.arguments import Parser, add_model, expand_path
 from jaxtrain.errors import UserError
 from jaxtrain.safe_io import read_text
 from jaxtrain.text_safety import show
@@ -37,14 +37,7 @@ POLL_SECONDS = 5.0
 def run_serve(argv: list[str]) -> None:
     """Answer requests in OpenAI's form with a run's newest checkpoint or a Hugging Face model."""
     parser = Parser("jaxtrain serve", description=run_serve.__doc__)
-    parser.add_argument(
-        "model",
-        type=os.path.expanduser,
-        help="a run's output_dir, a Hugging Face folder or a Hub id",
-    )
-    parser.add_argument(
-        "overrides", nargs="*", help="section.key=value, such as model.compute_dtype=bfloat16"
-    )
+    add_model(parser, "section.key=value, such as model.compute_dtype=bfloat16")
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one")
     parser.add_argument("--served-model-name", help="its name in requests; default: the folder's")

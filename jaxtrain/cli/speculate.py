@@ -9,7 +9,7 @@ import json
 import os
 from typing import Any
 
-from jaxtrain.arguments import Parser, expand_path
+from jaxtrain.arguments import Parser, add_model, expand_path
 from jaxtrain.errors import UserError
 
 
@@ -25,15 +25,9 @@ def run_speculate(argv: list[str]) -> None:
     """Decode prompts plainly and with a draft model, in turns: whether the answers are the same,
     tokens for each pass of the model (tau), tokens per second."""
     parser = Parser("jaxtrain speculate", description=run_speculate.__doc__)
-    parser.add_argument(
-        "model",
-        type=os.path.expanduser,
-        help="a run's output_dir, a Hugging Face folder or a Hub id",
-    )
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        help="sampling.max_new_tokens=256, sampling.temperature=1, model.compute_dtype=bfloat16,"
+    add_model(
+        parser,
+        "sampling.max_new_tokens=256, sampling.temperature=1, model.compute_dtype=bfloat16,"
         " dataset.split=test (of --input) and the like",
     )
     parser.add_argument(

@@ -10,7 +10,6 @@ from tiny_models import documents, pack
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.models import build, families, saving
 
-NAMES = ("step_work", "peers.experts_nf4", "peers.experts")
 LENGTH = 40
 
 

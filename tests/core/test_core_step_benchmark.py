@@ -13,8 +13,6 @@ from jaxtrain.layers.rope import frequencies
 from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
-NAMES = ("step_work", "peers.train_step", "train_step", "gpu_profile", "loss_parity")
-
 
 def test_the_works_are_those_of_the_recorded_peers(benchmarks):
     """7,889 and 31,972 packed tokens; 70,761 tokens when the branches of the first run alone."""

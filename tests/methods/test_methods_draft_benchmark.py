@@ -15,7 +15,6 @@ from jaxtrain.methods.drafts.eagle3_method import label_guesses
 from jaxtrain.models import build, dflash, eagle3, families
 from jaxtrain.models.parameters import split_model
 
-NAMES = ("step_work", "peers.drafts", "draft")
 T, SLOTS, ANCHORS, CAPTURE = 48, 4, 6, (0, 3)
 
 

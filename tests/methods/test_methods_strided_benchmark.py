@@ -13,7 +13,6 @@ from jaxtrain.methods.ebft.strided_loss import ADVANTAGE, NUMBERS, StridedLossOp
 from jaxtrain.models import build, families
 from jaxtrain.models.parameters import split_model
 
-NAMES = ("step_work", "peers.strided")
 T, N, G = 40, 3, 4
 STRIDES = BlockStrides(stride=5, context=6, length=G, samples=N)
 LAYERS = (0, 2)

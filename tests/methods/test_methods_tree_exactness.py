@@ -307,6 +307,7 @@ def test_a_chain_is_ordinary_sft():
     np.testing.assert_array_equal(branch.weights, 1)
 
 
+@pytest.mark.slow
 def test_branches_run_at_their_true_length():
     """The reference's own padding is no part of the claim: here it has none."""
     batch, branches = build_forest([[CATERPILLAR]])
@@ -324,6 +325,7 @@ def test_branches_run_at_their_true_length():
     np.testing.assert_allclose(loss, summed, rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_window_counts_positions_of_the_branch_not_of_the_row():
     """A tree with distances in the packed row would see less: the check has teeth."""
     batch, branches = build_forest([[CATERPILLAR]])

@@ -105,6 +105,7 @@ def test_grouped_branches_are_the_tree(turns_of_each):
     assert_same_step(tree, grouped, 1e-12)
 
 
+@pytest.mark.thorough
 def test_per_branch_is_the_tree_where_every_tree_has_the_same_k():
     assert_same_step(one_step("tree", (2, 2)), one_step("per_branch", (2, 2)), 1e-12)
 

@@ -141,13 +141,14 @@ def test_sharded_load_init_save_equal_one_device(sizes, tmp_path):
 
 
 def test_parameters_drawn_one_by_one_are_those_of_the_whole_model():
-    """Draw them on a mesh, kernels layer by layer."""
+    """Draw one of each kind on a mesh, kernels layer by layer."""
     config, mesh = families.config_from_hf(RAW["qwen3"]), make_mesh(fsdp=2, tensor=2)
     expected, _ = split_model(build.init(config, 5, mesh=mesh))
-    kernels = {path for path in expected if path.startswith("stack.") and "kernel" in path}
-    assert len(kernels) == 7
-    for path, value in build.draw_params(config, 5, mesh, by_layer=kernels):
-        reference = expected.pop(path)
+    kernels = {"stack.block.attention.q.kernel", "stack.block.mlp.down.kernel"}
+    chosen = {*kernels, "embed.embedding", "stack.block.mlp_norm.scale"}
+    for path, value in build.draw_params(config, 5, mesh, only=chosen, by_layer=kernels):
+        chosen.remove(path)
+        reference = expected[path]
         if path in kernels:
             layers = list(value)
             assert all(layer.sharding.mesh == mesh for layer in layers)
@@ -155,9 +156,9 @@ def test_parameters_drawn_one_by_one_are_those_of_the_whole_model():
         else:
             assert value.sharding == reference.sharding
         np.testing.assert_array_equal(value, reference, err_msg=path)
-    assert not expected
-    [(path, _)] = build.draw_params(config, 5, mesh, only={"embed.embedding"})
-    assert path == "embed.embedding"
+    assert not chosen
+    every = (path for path, _ in build.draw_params(config, 5, by_layer=expected))
+    assert set(every) == expected.keys()
 
 
 def value_and_grads(mesh, name="qwen3"):

@@ -202,7 +202,7 @@ def grads_of(model, batch, head=None):
     return sums, {path: np.asarray(leaf.get_value()) for path, leaf in flat.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("name", families_of())
 def test_a_decoupled_head_leaves_every_gradient_bit_of_the_model_as_it_is(references, name):
     model, config = open_model(references(name).folder)

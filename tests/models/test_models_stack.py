@@ -146,10 +146,11 @@ def test_branches_that_share_a_prefix_equal_their_paths(name, x64):
         until=jnp.asarray(np.where((index >= 6) & ~in_right, 13, 18)[None], jnp.int32),
     )
     hidden = hidden_of(model, tree)
-    entry = hidden_of(model, pack([[np.concatenate([trunk, first])]], 13))
-    two = hidden_of(model, pack([[np.concatenate([trunk, right])]], 11))
-    np.testing.assert_allclose(hidden[:, :13], entry, atol=1e-10)  # as in the test above
-    np.testing.assert_allclose(hidden[:, 13:], two[:, 6:], atol=1e-10)
+    # Padded, so that all three share a program.
+    entry = hidden_of(model, pack([[np.concatenate([trunk, first])]], 18))
+    two = hidden_of(model, pack([[np.concatenate([trunk, right])]], 18))
+    np.testing.assert_allclose(hidden[:, :13], entry[:, :13], atol=1e-10)  # as in the test above
+    np.testing.assert_allclose(hidden[:, 13:], two[:, 6:11], atol=1e-10)
 
 
 def test_capture_gives_the_states_between_layers():
