@@ -7,6 +7,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config import EnvConfig
+from jaxtrain.data.chat.messages import SYSTEM_ROLES
 from jaxtrain.environments.conversation import ChatRules, Conversation
 from jaxtrain.environments.single_turn import find_prompt
 from jaxtrain.environments.token_history import TurnTemplate
@@ -108,7 +109,7 @@ def ask(row: Mapping[str, Any], chat: Conversation, column: str, system: str | N
     """Add a row's prompt to the conversation, after `system` unless it has a system message."""
     prompt = find_prompt(row, column, chat.images)
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-    if system is not None and messages[0].get("role") != "system":
+    if system is not None and messages[0].get("role") not in SYSTEM_ROLES:
         chat.say(system, "system")
     chat.say(messages)
 

@@ -21,6 +21,7 @@ import aiohttp
 
 from jaxtrain.config import EnvConfig
 from jaxtrain.config.secrets import redact_text, reveal, reveal_url
+from jaxtrain.data.chat.messages import SYSTEM_ROLES
 from jaxtrain.environments.conversation import AssistantReply, Conversation
 from jaxtrain.environments.rewards.texts import FENCE
 from jaxtrain.environments.single_turn import find_prompt
@@ -93,7 +94,7 @@ class OpenEnv:
         if row.get(column, row.get("messages")):
             prompt = find_prompt(row, column)
             messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if system is not None and (not messages or messages[0].get("role") != "system"):
+        if system is not None and (not messages or messages[0].get("role") not in SYSTEM_ROLES):
             chat.say(system, "system")
         chat.say(messages)
         if text := show(observation, self.options.observation_field):

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.chat.control_tokens import SpecialTokens
-from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow
 from jaxtrain.data.chat.rows import Prompt, Row, read_prompt
 from jaxtrain.data.chat.template import (
     TemplateFailed,
@@ -108,13 +108,15 @@ class SingleTurn:
         """Return (prompt for reward functions, its tokens, its images); UserError for an invalid
         row."""
         prompt = read_row(row, self.column, self.images)
-        if self.raw and isinstance(prompt.value, str):
+        parts = prompt.tools or prompt.chat_template_kwargs
+        if self.raw and isinstance(prompt.value, str) and not parts:
             text = prompt.value
             return text, encode_text(self.tokenizer, text, True, self.special_tokens), None
         if self.raw:
             raise UserError(
-                "env: a row's prompt is a list of messages, or has a system message or a history,"
-                " which needs a chat template; set model.chat_template, and env.raw to false"
+                "env: a row's prompt is a list of messages, or has a system message, a history,"
+                " tools or chat_template_kwargs, which needs a chat template; set"
+                " model.chat_template, and env.raw to false"
             )
         try:
             tokens, source, placed = self.render(prompt), prompt.value, None
@@ -136,7 +138,7 @@ class SingleTurn:
     def render(self, prompt: Prompt) -> list[int]:
         """Return the tokens of a conversation with the generation prompt."""
         messages = prompt.messages
-        if self.system is not None and messages[0].get("role") != "system":
+        if self.system is not None and messages[0].get("role") not in SYSTEM_ROLES:
             messages = [{"role": "system", "content": self.system}, *messages]
         return prompt_tokens(
             self.tokenizer,

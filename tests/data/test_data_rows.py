@@ -11,10 +11,13 @@ from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow, read_messages
 from jaxtrain.data.chat.rows import Row, normalize_row, read_prompt
 from jaxtrain.data.chat.tokenize import RowTokenizer
+from jaxtrain.data.comparisons.preference_row import read_judged
 from jaxtrain.data.preview import plain_text
 from jaxtrain.data.sample import Sample
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.environments.single_turn import SingleTurn
+from jaxtrain.errors import UserError
+from jaxtrain.generation.prompts import PromptRows
 
 ASK = {"role": "user", "content": "hi"}
 CALL = {"name": "add", "arguments": {"a": 1}}
@@ -116,6 +119,57 @@ def test_prompts_are_the_same_text_in_rollouts_as_in_training(tokenizer):
     [trained], _ = read(tokenizer, {**row, "completion": "x"})
     assert trained.startswith(text)
     assert read_prompt(Row(normalize_row(Row(row)))).value == read_prompt(Row(row)).value
+
+
+def read_rollout(tokenizer, row, **options):
+    """Return (rendered prompt, what is reported) of a row of prompts."""
+    normalized, unread = PromptRows([row], DatasetConfig(path="x"), "data").read(0)
+    return tokenizer.decode(SingleTurn(tokenizer, **options).read(normalized)[1]), unread
+
+
+def test_messages_as_json_are_messages(tokenizer):
+    """As CSV files have them; what pandas prints is refused by name."""
+    answer = {"role": "assistant", "content": "a"}
+    talk, asked = json.dumps([ASK, answer]), json.dumps([ASK])
+    expected = ["<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟦a<|im_end|>⟧\n"]
+    for row in ({"messages": talk}, {"prompt": asked, "completion": json.dumps([answer])}):
+        assert read(tokenizer, row) == (expected, [])
+    text, _ = read_rollout(tokenizer, {"prompt": asked})
+    assert expected[0].startswith(text) and "[{" not in text
+    pair = {"chosen": talk, "rejected": talk.replace('"a"', '"b"')}
+    judged = read_judged(pair, DatasetConfig(path="x"))
+    assert judged.prompt == [ASK] and judged.answers[0] == [answer]
+    _, reasons = read(tokenizer, {"messages": str([ASK, answer])})
+    assert "column messages holds messages as Python prints them" in reasons[0]
+    [text], _ = read(tokenizer, {"prompt": "[{'a': 1}]", "completion": '[{"a": 1}]'})
+    assert text == "[{'a': 1}]⟦[{\"a\": 1}]<|im_end|>⟧"
+
+
+def test_an_answer_at_the_end_of_a_prompt_is_reported(tokenizer):
+    row = {"prompt": [ASK, {"role": "assistant", "content": "Sure, "}]}
+    text, unread = read_rollout(tokenizer, row)
+    assert text.endswith("assistant\n") and unread == ("answer at the end of column prompt",)
+    assert read_rollout(tokenizer, {"messages": row["prompt"]})[1] == ()
+
+
+def test_a_developer_message_is_a_system_message(tokenizer):
+    row = {"prompt": [{"role": "developer", "content": "RULES"}, ASK]}
+    text, _ = read_rollout(tokenizer, row, system="other")
+    assert "RULES" in text and "other" not in text
+
+
+@pytest.mark.parametrize(
+    "extra", [{"tools": [{"name": "add"}]}, {"chat_template_kwargs": {"enable_thinking": False}}]
+)
+def test_raw_prompts_have_nothing_that_a_template_writes(tokenizer, extra):
+    with pytest.raises(UserError, match="which needs a chat template"):
+        read_rollout(tokenizer, {"prompt": "hi", **extra}, raw=True)
+
+
+def test_a_refusal_is_the_answer(tokenizer):
+    refusal = {"role": "assistant", "content": None, "refusal": "No."}
+    [text], notes = read(tokenizer, {"messages": [ASK, refusal]})
+    assert "⟦No.<|im_end|>⟧" in text and not notes
 
 
 def test_a_prompt_and_messages_that_ask_different_things():

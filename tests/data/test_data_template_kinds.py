@@ -341,6 +341,8 @@ def test_arguments_and_second_calls_are_parts_of_their_own():
     talk = [QUESTION, log("assistant", "", tool_calls=[tool_call(x="f")])]
     with pytest.raises(TemplateOmission, match="arguments"):
         Renderer(load(name_only))(talk, None, [1])
+    with pytest.raises(TemplateOmission, match="arguments"):  # of a prompt, too
+        template.prompt_tokens(load(name_only), [*talk, log("tool", "7")])
     talk = [QUESTION, log("assistant", "", tool_calls=[tool_call("f"), tool_call("f")])]
     with pytest.raises(TemplateOmission, match="tool_calls"):
         Renderer(load(HARMONY))(talk, None, [1])

@@ -1,12 +1,13 @@
 """Shell blocks of the tutorials and how-to pages: each has a tag, and its commands run.
 
-{test}: as it stands. {short KEY=VALUE ...}: its trainings with these overrides, which make them
-short; as it stands by hand. {by-hand}: minutes, so only by hand:
+{test}: as it stands. {short KEY=VALUE ... --OPTION=VALUE ...}: its trainings with these overrides
+and its other verbs with these options, which make them short; as it stands by hand:
 
     python -m pytest tests/docs/test_docs_shell.py -m by_hand
 
-By hand, what a page says below a block is compared, too: `<!-- prints: loss {0.1..0.2} -->` is a
-line of the output with numbers in these ranges; {..} stands for any text.
+{network}: never run, because it downloads a model or rows, or installs a package. By hand, what a
+page says below a block is compared, too: `<!-- prints: loss {0.1..0.2} -->` is a line of the output
+with numbers in these ranges; {..} stands for any text.
 """
 
 import json
@@ -21,9 +22,11 @@ import pytest
 from tests.docs.blocks import ROOT, Block, list_blocks, list_commands
 
 FOLDERS = ("docs/tutorials/", "docs/how_to/")
-TAG = re.compile(r"\{(test|by-hand|short(?: \S+=\S+)+)\}")
+TAG = re.compile(r"\{(test|network|short(?: \S+=\S+)+)\}")
 FIRST = ("docs/tutorials/first_run.md", "docs/tutorials/own_chats.md")
 """Pages whose runs the others read."""
+LONG = [f"docs/tutorials/{name}.md" for name in ("grpo", "preferences", "trees", "draft_model")]
+"""Pages that take minutes even if they are short."""
 
 RUN_ALL = """
 import json, sys
@@ -53,6 +56,7 @@ def list_shell() -> list[Block]:
 
 
 BLOCKS = list_shell()
+LOCAL = [block for block in BLOCKS if "{network}" not in block.tags]
 
 
 def write_files(folder, pages: set[str]) -> None:
@@ -87,9 +91,10 @@ def run_commands(folder, commands: list[list[str]]) -> str:
 def shorten(block: Block) -> list[list[str]]:
     """Return the commands of a block as a test has time for."""
     tag = TAG.search(block.tags)[1]
-    overrides = tag.split()[1:]
+    options = [word for word in tag.split()[1:] if word.startswith("--")]
+    overrides = [word for word in tag.split()[1:] if word not in options]
     return [
-        [*words, *overrides] if words[0].startswith("-") else words
+        [*words, *(overrides if words[0].startswith("-") else options)]
         for words in list_commands(block)
     ]
 
@@ -126,18 +131,28 @@ def test_ranges_are_compared():
     assert not find_line("held-out reward: {5..7}", output)
 
 
-@pytest.mark.slow  # two short runs and twenty commands on their models
-def test_commands_run(tmp_path):
-    blocks = [block for block in BLOCKS if "{by-hand}" not in block.tags]
+def run_pages(tmp_path, pages) -> None:
+    """Run the blocks of pages, short."""
+    blocks = [block for block in LOCAL if block.page in pages]
     write_files(tmp_path, {block.page for block in blocks})
     run_commands(tmp_path, [words for block in blocks for words in shorten(block)])
 
 
+@pytest.mark.slow  # two short runs and thirty commands on their models
+def test_commands_run(tmp_path):
+    run_pages(tmp_path, {block.page for block in LOCAL}.difference(LONG))
+
+
+@pytest.mark.thorough
+def test_commands_of_long_pages_run(tmp_path):
+    run_pages(tmp_path, {FIRST[0], *LONG})
+
+
 @pytest.mark.by_hand
 def test_pages_print_what_they_say(tmp_path):
-    write_files(tmp_path, {block.page for block in BLOCKS})
+    write_files(tmp_path, {block.page for block in LOCAL})
     missing = []
-    for block in BLOCKS:
+    for block in LOCAL:
         output = run_commands(tmp_path, list(list_commands(block)))
         missing += [
             f"{block.place}: {line}" for line in block.prints if not find_line(line, output)

@@ -79,7 +79,9 @@ def test_every_stage_of_ci_runs_in_a_workflow():
     assert {shlex.split(stage)[0] for stage in STAGES} == {
         *(".venv/installed-test", "types", "site", "test", "test-slow", "test-kernels")
     }
-    night = [run for job in WORKFLOWS["thorough"]["jobs"].values() for run in list_steps(job, "run")]
+    night = [
+        run for job in WORKFLOWS["thorough"]["jobs"].values() for run in list_steps(job, "run")
+    ]
     assert "make test-thorough" in night
     assert any("test-kernels" in run and "slow or thorough" in run for run in night)
 

@@ -79,6 +79,19 @@ def make(folder, architecture, seed=0):
     return config
 
 
+def perturb(folder, seed):
+    """Add noise to vectors, which are all ones or zeros in a new model."""
+    from safetensors.numpy import load_file, save_file
+
+    rng = np.random.default_rng(seed)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name, array in tensors.items():
+            if array.ndim == 1:
+                tensors[name] = array + rng.normal(0, 0.2, array.shape).astype(array.dtype)
+        save_file(tensors, path, metadata={"format": "pt"})
+
+
 def read(folder, name):
     files = open_folder(folder)
     return np.asarray(files.fetch(name, full_index(files.tensors[name].shape)), np.float32)
@@ -160,6 +173,40 @@ def test_transformers_reads_the_same_weights(tmp_path, architecture):
     if architecture == "LlamaForCausalLM":  # rotated pairs lie side by side
         want = want.reshape(4, 2, 32, 256).swapaxes(1, 2).reshape(256, 256)
     np.testing.assert_allclose(q.astype(np.float32), want, atol=1e-3)
+
+
+def open_llama(path, length=64):
+    """Return llama.cpp's model of a file, on the CPU with float32 keys and values."""
+    llama_cpp = pytest.importorskip(
+        "llama_cpp", reason="llama-cpp-python, a build of llama.cpp, is not installed"
+    )
+    exact = {"type_k": 0, "type_v": 0, "flash_attn": False, "swa_full": False}
+    return llama_cpp.Llama(
+        str(path), n_ctx=length, logits_all=True, n_threads=1, verbose=False, **exact
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_llama_cpp_computes_the_same_logits(tmp_path, architecture):
+    """A file in float16 beside the folder in float32. llama.cpp rounds activations, too."""
+    from jaxtrain.api import Model
+
+    make(tmp_path / "model", architecture)
+    perturb(tmp_path / "model", 1)
+    tokenizer = load_tokenizer(str(tmp_path / "model"))
+    gguf_models.export_gguf(tmp_path / "model", tmp_path / "model.gguf", "f16", tokenizer)
+    llama = open_llama(tmp_path / "model.gguf")
+    tokens = np.random.default_rng(2).integers(0, 512, 48)
+    llama.eval(tokens.tolist())
+    (expected,) = Model(tmp_path / "model").logits([tokens])
+    error = np.abs(llama.scores[:48] - expected).max() / expected.std()
+    assert error < 1e-2, error  # half of it was seen
+    for text in PROBES:
+        ids = llama.tokenize(text.encode(), add_bos=False, special=True)
+        # llama.cpp composes no characters, as the normalizer of Qwen2's tokenizers does.
+        if architecture != "Qwen2ForCausalLM" or text.isascii():
+            assert ids == tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 @pytest.mark.slow

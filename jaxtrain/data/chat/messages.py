@@ -3,7 +3,7 @@
 | key of a message    | keys of the data that are read as it                                    |
 |---------------------|-------------------------------------------------------------------------|
 | `role`              | `role`, `from` (ShareGPT); names of roles: `ROLES`                      |
-| `content`           | `content`, `value` (ShareGPT): a text, or text and thinking parts       |
+| `content`           | `content`, `value` (ShareGPT), `refusal`: a text, or its parts          |
 | `reasoning_content` | `reasoning_content`, `reasoning`, `thinking`, parts of these types      |
 | `tool_calls`        | `tool_calls`, `function_call`; a message of the role `function_call`    |
 | `tool_call_id`      | `tool_call_id`                                                          |
@@ -40,7 +40,7 @@ MAX_TOOLS = 1024
 
 ALIASES: dict[str, tuple[str, ...]] = {
     "role": ("role", "from"),
-    "content": ("content", "value"),
+    "content": ("content", "value", "refusal"),
     "reasoning_content": ("reasoning_content", "reasoning", "thinking"),
     "tool_calls": ("tool_calls", "function_call"),
     "tool_call_id": ("tool_call_id",),

@@ -53,7 +53,7 @@ def check_omissions(
     write: Write,
 ) -> None:
     """Raise TemplateOmission unless the template writes all that the model needs to see and learn:
-    of messages and tools, and of the assistant's turns those that train.
+    of messages and tools, of the assistant's turns those that train, and of the others the calls.
 
     trained: indices of messages; empty: of a prompt. texts: the renderings.
     """
@@ -119,15 +119,17 @@ def _list_parts(
             if content.strip():
                 yield Part(names.get(message["role"], "a message"), (*place, "content"))
             continue
-        if index not in trained:
-            continue
-        if (message.get("reasoning_content") or "").strip():
-            yield Part("reasoning_content", (*place, "reasoning_content"))
+        # Of earlier turns templates leave thoughts out by design, but no calls: without them the
+        # model reads results of unknown questions.
         for number, call in enumerate(_calls(message)):
             at = (*place, "tool_calls", number, "function")
             yield Part("tool_calls", (*at, "name"))
             if call["function"].get("arguments"):
                 yield Part("tool_calls (arguments)", (*at, "arguments"))
+        if index not in trained:
+            continue
+        if (message.get("reasoning_content") or "").strip():
+            yield Part("reasoning_content", (*place, "reasoning_content"))
         if tag := _find_tag(content):
             yield Part("the thought in a content", (*place, "content"), tag)
         if content.strip():

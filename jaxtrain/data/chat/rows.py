@@ -9,12 +9,14 @@
 | tools                  | `tools`, `functions`                                                 |
 | keywords of a template | `chat_template_kwargs`                                               |
 
-Two columns of a line that say different things make a row malformed, and so do videos, audio and,
+A conversation may be its JSON, as in CSV files. Two columns of a line that say different things
+make a row malformed, and so do videos, audio and,
 unless the method reads them, images beside a conversation. Columns that nobody asked for are
 `Row.unread`.
 """
 
 import itertools
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
@@ -38,6 +40,7 @@ from jaxtrain.data.chat.messages import (
     split_thinking,
     without_flags,
 )
+from jaxtrain.safe_io import parse_json
 from jaxtrain.text_safety import name_type, show
 
 MESSAGES = ("messages", "conversations", "conversation")
@@ -46,6 +49,9 @@ PROMPTS = ("prompt", *MESSAGES, "question", "instruction", "input")
 """Columns of prompts, in order of preference."""
 CONTEXT = ("system", "history", *TOOLS, "chat_template_kwargs")
 """Columns of what a chat template writes beside the messages."""
+TALKS = {*PROMPTS, "completion", "chosen", "rejected"}
+"""Columns that hold a text or messages."""
+JSON_TALK = re.compile(r"\s*\[\s*\{\s*[\"']")
 IMAGES = ("images", "image")
 """Columns of images, where a reader takes them."""
 RESERVED = {"messages", "conversation", "tools", "chat_template", "add_generation_prompt"} | {
@@ -97,6 +103,8 @@ class Row:
         }
         self.original = row
         self.columns = {**row, **{name: row[column] for name, column in self.renamed.items()}}
+        for name in TALKS & self.columns.keys():
+            self.columns[name] = self._parse(name, self.columns[name])
         self._read: set[str] = set()
         written = {name: self._write(value) for name, value in (column_formats or {}).items()}
         self.columns = {k: v for k, v in self.columns.items() if k not in self._read} | written
@@ -166,6 +174,20 @@ class Row:
         roles = SYSTEM_ROLES if self.drops_system else ()
         messages = [*itertools.dropwhile(lambda message: message["role"] in roles, messages)]
         return [*map(split_thinking, messages)] if self.splits else messages
+
+    def _parse(self, name: str, value: Any) -> Any:
+        """Return the messages whose JSON a text is, other values as they are."""
+        if not isinstance(value, str) or not JSON_TALK.match(value):
+            return value
+        if value.lstrip("[{ \n\t\r").startswith(("'role'", "'from'", "'content'", "'value'")):
+            raise MalformedRow(
+                f"column {name} holds messages as Python prints them; write them as JSON"
+            )
+        try:
+            messages = parse_json(value)
+        except ValueError:
+            return value
+        return messages if is_conversation(messages, self.fields) else value
 
     def _write(self, formats: str | Sequence[str]) -> str:
         """Write a column by the first of the formats whose columns all hold something, else by the
@@ -416,6 +438,8 @@ def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
         if is_conversation(columns.get(name), row.fields):
             chat = row.messages() if name in MESSAGES else row.read_messages(row.get(name))
             assert chat is not None, "is_conversation has seen it"
+            if name not in MESSAGES and chat[-1]["role"] == "assistant":
+                row.ignore(f"answer at the end of column {name}")
             columns[name] = _with_parts(chat, images)
     for name in IMAGES:
         if images is not None and name in row:
