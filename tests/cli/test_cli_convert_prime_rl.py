@@ -285,6 +285,16 @@ def test_prime_rl_files_that_inherit(tmp_path):
     assert code == 0 and table["run"]["max_steps"] == 3 and len(table["data"]["datasets"]) == 2
 
 
+def test_evaluations_beside_an_orchestrator_are_converted_and_their_servers_named():
+    env = {"taskset": {"id": "sort"}}
+    evaluation = {"source": [{"env": env}], "client": {"base_url": "http://localhost:1/v1"}}
+    orchestrator = {"train": {"env": [{"env": env}]}}
+    keys = {"model": {"name": "m"}, "orchestrator": orchestrator, "eval": evaluation}
+    conversion = SYSTEMS["prime-rl"].convert(keys)
+    assert [entry["name"] for entry in conversion.get("eval.sets")] == ["sort"]
+    assert "eval.client" in {key for key, *_ in conversion.missed}
+
+
 def test_prime_rl_teachers_and_data():
     algo = {"type": "opd", "teacher": {"name": "t", "base_url": ["http://localhost:8001/v1"]}}
     env = {"taskset": {"id": "sort"}}
