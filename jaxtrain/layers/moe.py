@@ -76,6 +76,8 @@ class MoEOptions:
     """F of an MLP that every token goes through as well."""
     gate_shared: bool = False
     """Each token takes its own share of the shared MLP."""
+    mean_shared: bool = False
+    """The result is the mean of what routed and shared experts compute, not their sum (Cohere)."""
 
 
 class MoE(nnx.Module):
@@ -110,6 +112,7 @@ class MoE(nnx.Module):
         has_shared = options.num_shared is not None
         self.shared = make(num_features, options.num_shared) if has_shared else None
         self.shared_gate = SharedGate(num_features, init=init) if options.gate_shared else None
+        self.mean_shared = has_shared and options.mean_shared
         self.num_experts = num_experts
         self.activation = activation
         self.impl = "auto"  # see `use_transport`
@@ -159,6 +162,8 @@ class MoE(nnx.Module):
             if self.shared_gate is not None:
                 shared_BTD = self.shared_gate(x_BTD) * shared_BTD
             y_BTD = y_BTD + shared_BTD
+        if self.mean_shared:
+            y_BTD = y_BTD / 2
         y_BTD = constrain(y_BTD, "rows", "sequence", "features")
         return y_BTD, choice, notes
 

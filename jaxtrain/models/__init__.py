@@ -11,6 +11,7 @@ ARCHITECTURES = {
     "ApertusForCausalLM": "jaxtrain.models.apertus",
     "ArceeForCausalLM": "jaxtrain.models.arcee",
     "Cohere2ForCausalLM": "jaxtrain.models.cohere2",
+    "Cohere2MoeForCausalLM": "jaxtrain.models.cohere2_moe",
     "CohereForCausalLM": "jaxtrain.models.cohere",
     "CwmForCausalLM": "jaxtrain.models.cwm",
     "DeepseekV2ForCausalLM": "jaxtrain.models.deepseek_v2",

@@ -1,12 +1,12 @@
 """The block that the decoders share, built from a config and the few options in which they
 differ."""
 
+import dataclasses
 import functools
 from collections.abc import Callable, Collection
 from typing import Any
 
 from flax import nnx
-from jaxtrain_kernels import Clamped
 
 from jaxtrain.layers.attention import Attention, AttentionOptions
 from jaxtrain.layers.block import Block
@@ -37,27 +37,15 @@ def plain_mlp(config: DecoderConfig, init: LayerInit, use_bias: bool = False) ->
 
 
 def experts_mlp(
-    config: ExpertsConfig,
-    init: LayerInit,
-    num_hidden: int,
-    *,
-    activation: str | Clamped | None = None,
-    use_bias: bool = False,
-    num_shared: int | None = None,
-    gate_shared: bool = False,
-    **router: Any,
+    config: ExpertsConfig, init: LayerInit, num_hidden: int, **choices: Any
 ) -> MoE:
-    """Build experts of `num_hidden` each, routed by `config.routing`; further keywords are options
-    of MoE and of Router."""
+    """Build experts of `num_hidden` each, routed by `config.routing`; choices: options of MoE and
+    of Router."""
     width, count = config.hidden_size, config.num_local_experts
-    options = MoEOptions(
-        activation=config.hidden_act if activation is None else activation,
-        use_bias=use_bias,
-        num_shared=num_shared,
-        gate_shared=gate_shared,
-    )
-    chooser = Router(width, count, config.routing, **router, init=init)
-    return MoE(chooser, width, num_hidden, count, options, init=init)
+    named = {field.name for field in dataclasses.fields(MoEOptions)} & set(choices)
+    options = {"activation": config.hidden_act, **{name: choices.pop(name) for name in named}}
+    chooser = Router(width, count, config.routing, **choices, init=init)
+    return MoE(chooser, width, num_hidden, count, MoEOptions(**options), init=init)
 
 
 def grouped_experts_mlp(config: GroupedExpertsConfig, init: LayerInit) -> MoE:

@@ -31,8 +31,33 @@ FALCON = {
     "ffn_hidden_size": 48,
     **dict.fromkeys(("intermediate_size", "num_key_value_heads")),
 }
+COMMAND = {
+    "model_type": "cohere2_moe",
+    "layer_norm_eps": 1e-3,
+    "attention_bias": True,
+    "logit_scale": 0.3,
+    **WINDOWED,
+    "head_dim": 8,
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+}
 FAMILIES = {
     "cwm": {"model_type": "cwm", **WINDOWED, **EPS, "mlp_bias": True, "head_dim": 12},
+    "cohere2_moe": {
+        **COMMAND,
+        "num_shared_experts": 2,
+        "prefix_dense_intermediate_size": 20,
+        "mlp_layer_types": SPARSE,
+    },
+    "cohere2_moe_sum": {
+        **COMMAND,
+        "rms_norm_eps": 1e-2,
+        "num_shared_experts": 1,
+        "shared_expert_combination_strategy": "sum",
+        "expert_selection_fn": "sigmoid",
+        "first_k_dense_replace": 1,
+        "layer_types": None,
+    },
     "exaone_moe": {
         "model_type": "exaone_moe",
         **EXPERTS,
