@@ -64,6 +64,8 @@ def find_refresh_conflicts(config: Any) -> Iterator[str]:
         return
     if config.rollout.draft is None:
         yield f"{key} has no effect without rollout.draft; name the draft's folder there"
+    if config.rollout.draft == "mtp":
+        yield f'{key} trains the folder of a draft, not rollout.draft "mtp"; set model.mtp.train'
     for text in refresh.task.find_refresh_conflicts(config):
         yield text.replace("task.", f"{key}.task.")
     optim = refresh.optim

@@ -60,9 +60,9 @@ class RolloutConfig(Section):
     max_batch: int = Field(64, ge=1, le=ROWS)
     """local: answers that are decoded together."""
     draft: Place | None = None
-    """local: folder of a draft model (task.kind dflash or eagle3) for speculative decoding: the
-    same answers in fewer passes of the policy, whose log-probs stay exact. See docs/speculative.md.
-    """
+    """local: folder of a draft model (task.kind dflash or eagle3), or mtp, the model's own
+    multi-token prediction head, for speculative decoding: the same answers in fewer passes of the
+    policy, whose log-probs stay exact. See docs/speculative.md."""
     draft_rows: int = Field(0, ge=0, le=ROWS)
     """With draft: it guesses only while no more answers than these are under way, for many rows
     fill the device without it; 0: always."""

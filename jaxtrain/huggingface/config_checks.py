@@ -213,9 +213,9 @@ def _check_rope_table(name: str, table: Any, by_kind: bool) -> None:
         elif value is not None:
             _check_rope_value(key, value, f"{name}.")
     low, high = table.get("low_freq_factor"), table.get("high_freq_factor")
-    if low is not None and high is not None and low >= high:
+    if low is not None and high is not None and low > high:
         raise UserError(
-            f"config.json: {name}.high_freq_factor={high} must be above low_freq_factor={low}"
+            f"config.json: {name}.high_freq_factor={high} must be at least low_freq_factor={low}"
         )
 
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtrain_kernels import rotate_heads
+from jaxtrain_kernels import Context, rotate_heads
 from typing_extensions import override
 
 from jaxtrain.distributed.sharding import constrain
@@ -28,6 +28,7 @@ from jaxtrain.layers.kv_cache import (
     cache_context,
     commit,
     empty,
+    end_in_chunks,
     is_ring,
     ring_context,
     visible_slots,
@@ -165,6 +166,8 @@ class Attention(Mixer):
     def mixing_flops(self, spec: LayerSpec, spans: np.ndarray) -> float:
         # QK and PV, 2 FLOPs each for every visible pair, head and dim.
         pairs = spans if spec.window is None else np.minimum(spans, spec.window)
+        if spec.chunked:
+            pairs = (spans - 1) % spec.window + 1
         return 4.0 * self.num_heads * self.head_dim * int(pairs.sum())
 
     @override
@@ -319,32 +322,37 @@ class Attention(Mixer):
     def _attend(self, q_BTNH: jax.Array, rounded: RoundedKV, inputs: LayerInputs) -> jax.Array:
         """Return the heads' outputs [B, T, N, H]."""
         window, decoding, score = inputs.spec.window, inputs.decoding, self.score()
-        packed_options = score | {"window": window, "impl": self.impl}
+
+        def attend_to(k_BSKH: jax.Array, v_BSKH: jax.Array, context: Context) -> jax.Array:
+            if inputs.spec.chunked:
+                context = end_in_chunks(context, window)
+            return attend(q_BTNH, k_BSKH, v_BSKH, context, window=window, impl=self.impl, **score)
+
         if rounded.before is None:
-            return attend(q_BTNH, rounded.k, rounded.v, inputs.context, **packed_options)
+            return attend_to(rounded.k, rounded.v, inputs.context)
         T, S = q_BTNH.shape[1], rounded.before.k.shape[1]
         ring, positions_BT = is_ring(rounded.before, window), inputs.context.positions
         since_BT = inputs.context.since
         if isinstance(rounded.after, KV | StoredKV):
             # Several new tokens of a ring may overwrite slots that the first of them still sees.
             if since_BT is None and (T == 1 or (T <= FEW and not ring)):
-                until_BT, since_BT = visible_slots(S, T, decoding, window)
+                until_BT, since_BT = visible_slots(S, T, decoding, inputs.spec)
                 cache, cache_options = rounded.after, score | rounded.after.scales
                 # In a ring the leader's slots have been overwritten by other tokens.
                 cache_options["shared"] = None if ring else decoding.shared
                 return attend_cached(q_BTNH, cache.k, cache.v, until_BT, since_BT, **cache_options)
             if not ring:
                 k_BSKH, v_BSKH = rounded.after.read(q_BTNH.dtype)
-                context = cache_context(S, positions_BT, decoding, since_BT)
-                return attend(q_BTNH, k_BSKH, v_BSKH, context, **packed_options)
+                return attend_to(
+                    k_BSKH, v_BSKH, cache_context(S, positions_BT, decoding, since_BT)
+                )
         # A ring: attend to its old slots and the new tokens, before these overwrite any slot.
         before = rounded.before.read(rounded.k.dtype)
         k_BSKH, v_BSKH = (
             jnp.concatenate([old, new.astype(old.dtype)], axis=1)
             for old, new in zip(before, (rounded.k, rounded.v), strict=True)
         )
-        context = ring_context(S, positions_BT, decoding, since_BT)
-        return attend(q_BTNH, k_BSKH, v_BSKH, context, **packed_options)
+        return attend_to(k_BSKH, v_BSKH, ring_context(S, positions_BT, decoding, since_BT))
 
 
 def store_cache(model: nnx.Module, stored: Stored) -> int:

@@ -234,6 +234,8 @@ def find_inexact_layers(model: Any) -> list[str]:
             reasons[type(block).__name__] = None
         elif type(block.attention) is not Attention:
             reasons[type(block.attention).__name__] = None
+        elif spec.chunked:
+            reasons["attention in chunks"] = None
         elif spec.exports or spec.imports or block.attention.imports:
             reasons["attention that shares keys and values between layers"] = None
         elif type(block.mlp).__name__ == "ParallelMLP" or block.per_layer is not None:

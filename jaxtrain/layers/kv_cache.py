@@ -12,7 +12,7 @@ from jaxtrain_kernels import Context
 
 from jaxtrain.layers import fp8
 from jaxtrain.layers.linear import Dtype
-from jaxtrain.layers.mixer import Decoding, LayerInputs
+from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec
 
 Stored = Literal["default", "int8", "fp8"]
 """Storage of keys and values while decoding: in their own dtype, or in 8 bits."""
@@ -206,15 +206,29 @@ def commit(tried: KV | StoredKV | TrialRing, decoding: Decoding) -> KV | StoredK
 
 
 def visible_slots(
-    S: int, T: int, decoding: Decoding, window: int | None = None
+    S: int, T: int, decoding: Decoding, spec: LayerSpec = LayerSpec()
 ) -> tuple[jax.Array, jax.Array]:
     """Return int32 [B, T] `until` and `since`: the slots, of S, that each of T new tokens sees
-    after they are written. In a ring all slots are within the window, in whatever order."""
+    after they are written. In a ring all slots are within the window, in whatever order; those of
+    a chunk are the first."""
     first_B1, end_B1 = decoding.start[:, None], decoding.end[:, None]
     stop_BT = first_B1 + jnp.arange(1, T + 1, dtype=jnp.int32)
     until_BT = stop_BT if decoding.horizon is None else decoding.horizon[:, None]
-    until_BT = jnp.where(stop_BT <= end_B1, jnp.minimum(until_BT, S), 0)
-    return until_BT, jnp.maximum(until_BT - (window or S), 0)
+    counts_BT = stop_BT <= end_B1
+    if spec.chunked:
+        begin_BT = (stop_BT - 1) // spec.window * spec.window
+        first_BT = begin_BT if S == spec.window else 0
+        return jnp.where(counts_BT, stop_BT - first_BT, 0), begin_BT - first_BT
+    until_BT = jnp.where(counts_BT, jnp.minimum(until_BT, S), 0)
+    return until_BT, jnp.maximum(until_BT - (spec.window or S), 0)
+
+
+def end_in_chunks(context: Context, size: int) -> Context:
+    """Return the mask for a kernel with a window of `size` positions in which queries see no
+    further back than the last multiple of it: they stand at the end of their chunk."""
+    keys_BS = context.positions if context.key_positions is None else context.key_positions
+    last_BT = context.positions // size * size + size - 1
+    return context._replace(positions=last_BT, key_positions=keys_BS)
 
 
 def cache_context(

@@ -35,6 +35,8 @@ class LayerSpec:
     """Layers of a kind have the same parameters, stored together under this name."""
     window: int | None = None
     """Positions that attention looks back, its own included; None: all."""
+    chunked: bool = False
+    """Attention looks back to the last multiple of `window`, and so no further."""
     rope: str = "default"
     """Name of the position encoding that the layer reads."""
     exports: str | None = None

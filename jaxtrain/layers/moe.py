@@ -76,6 +76,8 @@ class MoEOptions:
     """F of an MLP that every token goes through as well."""
     gate_shared: bool = False
     """Each token takes its own share of the shared MLP."""
+    scale_inputs: bool = False
+    """Gates multiply what experts read, not what they compute (Llama 4)."""
     mean_shared: bool = False
     """The result is the mean of what routed and shared experts compute, not their sum (Cohere)."""
 
@@ -112,6 +114,7 @@ class MoE(nnx.Module):
         has_shared = options.num_shared is not None
         self.shared = make(num_features, options.num_shared) if has_shared else None
         self.shared_gate = SharedGate(num_features, init=init) if options.gate_shared else None
+        self.scale_inputs = options.scale_inputs
         self.mean_shared = has_shared and options.mean_shared
         self.num_experts = num_experts
         self.activation = activation
@@ -144,16 +147,23 @@ class MoE(nnx.Module):
         in padding."""
         choice = self.router(x_BTD if routed_BTD is None else routed_BTD, replayed_BTK)
         y_BTD = x_BTD if self.latent_in is None else self.latent_in(x_BTD)
+        K = choice.gates.shape[-1]
+        read_BTD, sent, sent_BT = y_BTD, choice, real_BT
+        if self.scale_inputs:
+            read_BTD, sent = scale_tokens(y_BTD, choice)
+            sent_BT = jnp.repeat(real_BT, K, axis=1)
         y_BTD, notes = through_experts(
-            y_BTD,
-            choice,
+            read_BTD,
+            sent,
             self.experts,
             # Padding takes no place in an expert's share of the tokens.
-            real_BT,
+            sent_BT,
             activation=self.activation,
             impl=self.impl,
             transport=self.transport,
         )
+        if self.scale_inputs:
+            y_BTD = y_BTD.reshape(*x_BTD.shape[:2], K, -1).sum(axis=2)
         if self.latent_out is not None:
             y_BTD = self.latent_out(y_BTD)
         if self.shared is not None:
@@ -166,6 +176,16 @@ class MoE(nnx.Module):
             y_BTD = y_BTD / 2
         y_BTD = constrain(y_BTD, "rows", "sequence", "features")
         return y_BTD, choice, notes
+
+
+def scale_tokens(x_BTD: jax.Array, choice: ExpertChoice) -> tuple[jax.Array, ExpertChoice]:
+    """Return each token [B, T K, D] once for each of its experts, multiplied by its gate, and the
+    choice of that expert alone with a gate of 1."""
+    B, T, K = choice.gates.shape
+    scaled_BTKD = x_BTD[:, :, None] * choice.gates[..., None].astype(x_BTD.dtype)
+    experts = choice.experts.reshape(B, T * K, 1)
+    sent = choice._replace(experts=experts, gates=jnp.ones_like(experts, choice.gates.dtype))
+    return scaled_BTKD.reshape(B, T * K, -1), sent
 
 
 def use_transport(model: nnx.Module, transport: Transport, impl: str) -> None:

@@ -158,7 +158,8 @@ def _llama3(base: np.ndarray, rope: Mapping[str, Any]) -> np.ndarray:
     """Llama 3.1: long wavelengths divided by factor, short kept, a linear blend between."""
     low, high = rope["low_freq_factor"], rope["high_freq_factor"]
     turns = rope["original_max_position_embeddings"] * base / (2 * np.pi)
-    keep = np.clip((turns - low) / (high - low), 0.0, 1.0)
+    # Llama 4's two are equal: no wave lies between.
+    keep = np.clip((turns - low) / max(high - low, 1e-12), 0.0, 1.0)
     return base * (keep + (1 - keep) / rope["factor"])
 
 
@@ -257,6 +258,8 @@ class PositionScale(NamedTuple):
 
     beta: float
     length: int
+    first: int = 0
+    """Number of the first position."""
 
     @classmethod
     def from_rope(cls, rope: Mapping[str, Any]) -> "PositionScale | None":
@@ -270,4 +273,5 @@ class PositionScale(NamedTuple):
     def __call__(self, positions_BT: jax.Array, dtype: jnp.dtype) -> jax.Array:
         """[B, T] of int32 positions, in float32 or, for a float64 `dtype`, float64."""
         wide = jnp.promote_types(dtype, jnp.float32)
-        return 1 + self.beta * jnp.log1p((positions_BT // self.length).astype(wide))
+        steps_BT = (positions_BT + self.first) // self.length
+        return 1 + self.beta * jnp.log1p(steps_BT.astype(wide))

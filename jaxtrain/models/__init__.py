@@ -54,6 +54,8 @@ ARCHITECTURES = {
     "Lfm2ForCausalLM": "jaxtrain.models.lfm2",
     "Lfm2MoeForCausalLM": "jaxtrain.models.lfm2_moe",
     "Lfm3ForCausalLM": "jaxtrain.models.lfm3",
+    "Llama4ForCausalLM": "jaxtrain.models.llama4",
+    "Llama4ForConditionalGeneration": "jaxtrain.models.llama4",
     "LlamaForCausalLM": "jaxtrain.models.llama",
     "MellumForCausalLM": "jaxtrain.models.mellum",
     "MiniCPM3ForCausalLM": "jaxtrain.models.minicpm3",

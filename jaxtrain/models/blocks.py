@@ -80,10 +80,8 @@ def attention_block(
         config.num_key_value_heads,
         config.head_size,
         AttentionOptions(
-            norm=config.norm,
-            eps=config.rms_norm_eps,
             impl=options.attention_impl,
-            **choices,
+            **{"norm": config.norm, "eps": config.rms_norm_eps, **choices},
         ),
         init=init,
     )

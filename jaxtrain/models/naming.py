@@ -267,6 +267,16 @@ def fused_expert_names(
     return entries
 
 
+def transpose_experts(entry: ParameterEntry) -> ParameterEntry:
+    """Return the entry for experts whose tensor is [E, in, out] in place of [E, out, in]."""
+    if ".experts." not in entry.param:
+        return entry
+    assert isinstance(entry.op, StackedOps)
+    ops: list[Any] = [layer.op for layer in entry.op.ops if isinstance(layer, Transpose)]
+    split = [dataclasses.replace(op, axis=2) if isinstance(op, SplitRows) else op for op in ops]
+    return ParameterEntry(entry.param, StackedOps(tuple(split)))
+
+
 def expert_names(
     kind: str,
     layers: Sequence[int],

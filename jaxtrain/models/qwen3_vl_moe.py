@@ -5,10 +5,16 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry, SplitRows, StackedOps, Transpose
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models import qwen3_moe, qwen3_vl
 from jaxtrain.models.experts import SparseStepConfig
-from jaxtrain.models.naming import attention_names, fused_expert_names, mlp_names, outer_names
+from jaxtrain.models.naming import (
+    attention_names,
+    fused_expert_names,
+    mlp_names,
+    outer_names,
+    transpose_experts,
+)
 from jaxtrain.models.qwen_vision import QwenImageConfig, qwen_names
 
 Model = qwen3_moe.Model
@@ -67,15 +73,5 @@ def names(config: Config) -> list[ParameterEntry]:
             entries += mlp_names(kind, layers)
         else:
             experts = fused_expert_names(kind, layers, hidden)
-            entries += map(transpose, experts) if config.transposed_experts else experts
+            entries += map(transpose_experts, experts) if config.transposed_experts else experts
     return qwen_names(config, entries)
-
-
-def transpose(entry: ParameterEntry) -> ParameterEntry:
-    """Return the entry for experts whose tensor is [E, in, out] in place of [E, out, in]."""
-    if ".experts." not in entry.param:
-        return entry
-    assert isinstance(entry.op, StackedOps)
-    ops: list[Any] = [layer.op for layer in entry.op.ops if isinstance(layer, Transpose)]
-    split = [dataclasses.replace(op, axis=2) if isinstance(op, SplitRows) else op for op in ops]
-    return ParameterEntry(entry.param, StackedOps(tuple(split)))

@@ -8,7 +8,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import describe
 from jaxtrain.layers.mixer import LayerSpec
 
-FULL, SLIDING = "full_attention", "sliding_attention"
+FULL, SLIDING, CHUNKED = "full_attention", "sliding_attention", "chunked_attention"
 
 
 def windowed_layers(
@@ -16,9 +16,10 @@ def windowed_layers(
     layer_types: Sequence[str] | None,
     sliding_window: int | None,
     encodings: Collection[str] = (),
+    sliding: str = SLIDING,
 ) -> tuple[LayerSpec, ...]:
     """The layers that Hugging Face's `layer_types` and `sliding_window` describe; encodings: types
-    whose layers have a position encoding of that name.
+    whose layers have a position encoding of that name; sliding: the type of layers with a window.
 
     Raises UserError for another kind of layer, a wrong number of entries or a missing window.
     """
@@ -29,14 +30,16 @@ def windowed_layers(
             f"config.json: layer_types has {len(layer_types)} entries, num_hidden_layers is "
             f"{num_layers}"
         )
-    kinds = {FULL: LayerSpec(), SLIDING: LayerSpec(window=sliding_window)}
+    windowed = LayerSpec(window=sliding_window, chunked=sliding == CHUNKED)
+    kinds = {FULL: LayerSpec(), sliding: windowed}
     unknown = sorted(set(layer_types) - set(kinds))
     if unknown:
         raise UserError(
             f"config.json: layer_types holds {unknown[0]!r}; supported: {', '.join(kinds)}"
         )
-    if SLIDING in layer_types and not sliding_window:
-        raise UserError("config.json: layer_types has sliding_attention but no sliding_window")
+    if sliding in layer_types and not sliding_window:
+        key = "attention_chunk_size" if sliding == CHUNKED else "sliding_window"
+        raise UserError(f"config.json: layer_types has {sliding} but no {key}")
     kinds |= {name: dataclasses.replace(kinds[name], rope=name) for name in encodings}
     return tuple(kinds[name] for name in layer_types)
 

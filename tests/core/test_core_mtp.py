@@ -103,6 +103,13 @@ def test_a_head_trains_beside_rl(tmp_path):
     for mode in ("none", "decoupled"):
         run(tmp_path / mode, HEAD + data + task + EVEN_TOKENS, f"model.mtp.train={mode}")
     require_rows(tmp_path / "decoupled")
+    # The head guesses for the sampler: the same answers, and so the same steps.
+    words = ["model.mtp.train=decoupled", "rollout.draft=mtp"]
+    lines = run(tmp_path / "drafted", HEAD + data + task + EVEN_TOKENS, *words)
+    assert all("draft/tau" in line for line in lines), lines[0].keys()
+    plain, drafted = read(tmp_path / "decoupled"), read(tmp_path / "drafted")
+    for name, value in plain.items():
+        np.testing.assert_allclose(drafted[name], value, rtol=0, atol=1e-6, err_msg=name)
     before, after = read(tmp_path / "none"), read(tmp_path / "decoupled")
     for name, value in before.items():
         np.testing.assert_allclose(after[name], value, rtol=0, atol=1e-6, err_msg=name)

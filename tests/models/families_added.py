@@ -41,7 +41,36 @@ COMMAND = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
 }
+SCOUT_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 1.0,
+    "original_max_position_embeddings": 32,
+}
+LLAMA4 = {
+    "model_type": "llama4_text",
+    **EPS,
+    "num_hidden_layers": 4,
+    "head_dim": 12,
+    "intermediate_size_mlp": 40,
+    "num_local_experts": 6,
+    "attention_bias": True,
+    "attention_chunk_size": 7,
+    "attn_scale": 0.3,
+    "floor_scale": 5,
+}
 FAMILIES = {
+    "llama4": {**LLAMA4, "moe_layers": [0, 3], "rope_parameters": SCOUT_ROPE},
+    "llama4_top2": {
+        **LLAMA4,
+        "num_experts_per_tok": 2,
+        "interleave_moe_layer_step": 2,
+        "no_rope_layers": [0, 1, 1, 0],
+        "layer_types": ["chunked_attention", *THREE[:1] * 2, "chunked_attention"],
+        "use_qk_norm": False,
+    },
     "cwm": {"model_type": "cwm", **WINDOWED, **EPS, "mlp_bias": True, "head_dim": 12},
     "cohere2_moe": {
         **COMMAND,

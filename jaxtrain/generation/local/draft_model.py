@@ -15,13 +15,17 @@ from jaxtrain.generation.local.weights import Copier
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.models import build, families, loading
 from jaxtrain.models.capabilities import require_trials
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.draft import BaseDraftConfig, Draft, check_target
 from jaxtrain.models.parameters import Params, split_model
 
 
 def check_draft(name: str, target: ModelBundle, key: str) -> None:
-    """Raise UserError unless the draft folder or Hub id `name` fits this target; reads no weights.
-    key: the option that names it."""
+    """Raise UserError unless the draft folder or Hub id `name` fits this target, or, for "mtp", the
+    target has a head; reads no weights. key: the option that names it."""
+    if name == "mtp":
+        find_head(target, key)
+        return
     folder = find_folder(name, weights=True, key=key)
     if (folder / "checkpoints").is_dir():
         raise UserError(
@@ -59,23 +63,33 @@ def open_draft(
 def open_head(target: ModelBundle, mesh: jax.sharding.Mesh, key: str, model: Any) -> Draft:
     """Return the head of `model`, else that of the target's folder, as a draft; UserError where
     there is none."""
-    from jaxtrain.models.mtp import HeadDraft, HeadPart, with_head
+    from jaxtrain.models.mtp import HeadDraft, HeadPart
 
-    config = target.architecture
+    config, folder = find_head(target, key), target.folder
+    if target.architecture.mtp is not None:
+        return HeadDraft(model.mtp, config.num_hidden_layers)
+    options = {"param_dtype": target.options["dtype"], "dtype": target.options["dtype"]}
+    part = build.abstract(config, HeadPart, **options)
+    params = dict(loading.read_params(folder, mesh, config, part=HeadPart, **options))
+    return HeadDraft(split_model(part)[1](params).mtp, config.num_hidden_layers)
+
+
+def find_head(target: ModelBundle, key: str) -> DecoderConfig:
+    """Return the target's config with the multi-token prediction head that is a part of it or lies
+    in its folder; UserError where there is none."""
+    from jaxtrain.models.mtp import with_head
+
+    config, folder = target.architecture, target.folder
     require_trials(build.abstract(config), key)
     if config.mtp is not None:
-        return HeadDraft(model.mtp, config.num_hidden_layers)
-    folder = target.folder
+        return config
     config = with_head(config, {} if folder is None else open_folder(folder).tensors, key)
     if folder is None or config.mtp.drawn:
         raise UserError(
             f"{key} mtp: the model's folder has no multi-token prediction head; train one with"
             " model.mtp.train, or name the folder of a draft"
         )
-    options = {"param_dtype": target.options["dtype"], "dtype": target.options["dtype"]}
-    part = build.abstract(config, HeadPart, **options)
-    params = dict(loading.read_params(folder, mesh, config, part=HeadPart, **options))
-    return HeadDraft(split_model(part)[1](params).mtp, config.num_hidden_layers)
+    return config
 
 
 def renew_draft(draft: Draft, model: Any) -> Draft:

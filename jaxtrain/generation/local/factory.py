@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from typing_extensions import override
 
@@ -97,11 +98,11 @@ class LocalKind(EngineKind):
             publisher = AdaptersPublisher(policies, engines, copy, rests=not ahead, thread=thread)
             return with_policies(combine_engines(engines), speakers), publisher
         engine = LocalEngine(make_sampler(), thread)
-        named, draft = config.rollout.draft, None
+        named, open_new = config.rollout.draft, None
         if named and config.rollout.draft_refresh is None:
-            draft = open_draft(named, bundle, mesh, "rollout.draft")
+            open_new = partial(open_draft, named, bundle, mesh, "rollout.draft")
         publisher = LocalPublisher(
-            engine, copy, rests=not ahead, draft=draft, copy_draft=copy_draft, thread=thread
+            engine, copy, rests=not ahead, open_draft=open_new, copy_draft=copy_draft, thread=thread
         )
         return with_policies(engine, speakers), publisher
 

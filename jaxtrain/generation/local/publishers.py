@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+from jaxtrain.generation.local.draft_model import renew_draft
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.slots import unstack
 from jaxtrain.generation.local.speculation import DraftedModel
@@ -79,15 +80,16 @@ class LocalPublisher:
         copy: Copier,
         *,
         rests: bool,
-        draft: Any = None,
+        open_draft: Callable[[Any], Any] | None = None,
         copy_draft: Callable[[Any], Any] | None = None,
         thread: ThreadPoolExecutor | None = None,
     ):
         """rests: nothing is sampled during training, so the copies' memory is freed for that time.
-        draft: guesses for all versions of the weights (models.draft.Draft) until there is a newer
-        one. copy_draft: maps a ModelSnapshot to the sampler's parameters of a draft. thread: ended
+        open_draft: returns the draft (models.draft.Draft) beside the first weights, of which it may
+        be a part; it guesses for all versions until there is a newer one. copy_draft: maps a ModelSnapshot to the sampler's parameters of a draft. thread: ended
         by `close`."""
-        self.engine, self.copy, self.rests, self.draft = engine, copy, rests, draft
+        self.engine, self.copy, self.rests = engine, copy, rests
+        self.draft, self.open_draft = None, open_draft
         self.copy_draft, self.thread = copy_draft, thread
 
     def publish(self, version: int, params: Any, rebuild: Any) -> dict[str, float]:
@@ -98,6 +100,10 @@ class LocalPublisher:
             return {}
         with self.engine.sampler.on_mesh():
             model = self.copy.build(copies, rebuild)
+            if self.draft is not None:
+                self.draft = renew_draft(self.draft, model)
+            elif self.open_draft is not None:
+                self.draft = self.open_draft(model)
         # From the next chunk on; a chunk in progress keeps the arrays that it was called with.
         self.engine.use(model if self.draft is None else DraftedModel(model, self.draft), version)
         return {"sync/seconds": time.monotonic() - start}
