@@ -2,6 +2,7 @@
 is refused."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -75,6 +76,11 @@ def test_a_decoupled_head_trains_and_the_model_moves_as_without_it(tmp_path, cap
     assert len(heads) == 15 and all(name.startswith("mtp.") for name in heads)
     for line, head_line in zip(plain, beside, strict=True):
         np.testing.assert_allclose(head_line["grad_norm"], line["grad_norm"], rtol=1e-6)
+    capsys.readouterr()
+    words = ["--config", str(tmp_path / "beside.toml"), "model.mtp.train=decoupled", "--dry-run"]
+    assert main(words) == 0
+    counted = re.search(r"parameters +│ +([\d,]+)", capsys.readouterr().out)
+    assert counted and int(counted[1].replace(",", "")) == sum(x.size for x in after.values())
     losses = [line["mtp/nll"] for line in beside]
     assert losses[2] < losses[0]
     for line, head_line in zip(plain, beside, strict=True):
