@@ -36,7 +36,7 @@ CLOSE = {"float32": 1e-2, "bfloat16": 0.5}
 UNASKED = {
     *("ApertusForCausalLM", "ArceeForCausalLM", "Cohere2ForCausalLM"),
     *("Cohere2MoeForCausalLM", "CohereForCausalLM", "Llama4ForCausalLM"),
-    *("Llama4ForConditionalGeneration",),
+    *("Llama4ForConditionalGeneration", "MiMoV2FlashForCausalLM"),
     *("CwmForCausalLM", "ExaoneMoeForCausalLM", "FalconForCausalLM", "FlexOlmoForCausalLM"),
     *("FlintForCausalLM", "GPTNeoXForCausalLM", "GemmaForCausalLM", "GlmForCausalLM"),
     *("GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "HYV3ForCausalLM", "HeliumForCausalLM"),

@@ -57,6 +57,10 @@ class AttentionOptions:
     eps: float = 1e-6
     clip: float | None = None
     """Clip queries, keys and values to [-clip, clip] (OLMoE)."""
+    value_dim: int | None = None
+    """Dims of a value, padded to H for kernel and cache (MiMo); None: H."""
+    value_scale: float = 1.0
+    """Factor on values."""
     v_norm: bool = False
     """Normalize the values of each head, without a weight (Gemma 4)."""
     adjacent: bool = False
@@ -102,6 +106,8 @@ class Attention(Mixer):
     ):
         linear = functools.partial(Linear, init=init)
         query_dim, kv_dim = num_heads * head_dim, num_kv_heads * head_dim
+        self.value_dim, self.value_scale = options.value_dim or head_dim, options.value_scale
+        assert self.value_dim <= head_dim, "values are padded to the dims of keys"
         num_in = num_features if options.num_in is None else options.num_in
         self.imports, self.qk_norm, self.clip = options.imports, options.qk_norm, options.clip
         self.adjacent, self.position_scale = options.adjacent, options.position_scale
@@ -116,12 +122,17 @@ class Attention(Mixer):
             use_bias=options.qkv_bias,
         )
         kv_linear = functools.partial(
-            linear, num_in, kv_dim, axes=("embed", "kv_heads"), use_bias=options.qkv_bias
+            linear, num_in, axes=("embed", "kv_heads"), use_bias=options.qkv_bias
         )
-        self.k = None if self.imports else kv_linear()
-        self.v = None if self.imports or options.values == "keys" else kv_linear()
-        out_axes = ("heads", "embed")
-        self.out = linear(query_dim, num_features, axes=out_axes, use_bias=options.out_bias)
+        shared = self.imports or options.values == "keys"
+        self.k = None if self.imports else kv_linear(kv_dim)
+        self.v = None if shared else kv_linear(num_kv_heads * self.value_dim)
+        self.out = linear(
+            num_heads * self.value_dim,
+            num_features,
+            axes=("heads", "embed"),
+            use_bias=options.out_bias,
+        )
         gates = {"own": query_dim, "head": num_heads}.get(self.output_gate or "")
         self.gate = None if gates is None else linear(num_in, gates, axes=("embed", "heads"))
         widths = (query_dim, kv_dim) if self.qk_norm == "all_heads" else (head_dim, head_dim)
@@ -241,12 +252,21 @@ class Attention(Mixer):
         qkv = q_BTF, k_BTF, v_BTF
         if self.clip is not None:
             qkv = (jnp.clip(y, -self.clip, self.clip) for y in qkv)
-        q_BTNH, k_BTKH, v_BTKH = map(self._heads, qkv)
+        q_BTNH, k_BTKH, v_BTKH = map(
+            self._heads, qkv, (self.head_dim, self.head_dim, self.value_dim)
+        )
+        if v_BTKH is not None and self._changes_values:
+            padding = [(0, 0)] * 3 + [(0, self.head_dim - self.value_dim)]
+            v_BTKH = jnp.pad(v_BTKH * jnp.asarray(self.value_scale, v_BTKH.dtype), padding)
         q_BTNH = self._norm_and_rotate(q_BTNH, self.q_norm, angles)
         k_BTKH = self._norm_and_rotate(k_BTKH, self.k_norm, angles)
         if self.v_norm is not None and v_BTKH is not None:
             v_BTKH = self.v_norm(v_BTKH)
         return q_BTNH, k_BTKH, v_BTKH, gate_BTNH
+
+    @property
+    def _changes_values(self) -> bool:
+        return self.value_dim != self.head_dim or self.value_scale != 1
 
     def _input_linears(self) -> dict[str, Linear]:
         linears = {name: getattr(self, name) for name in ("q", "k", "v", "gate")}
@@ -264,7 +284,13 @@ class Attention(Mixer):
         None if the product is not fused, or if the layer does more than norm and rotation.
         """
         has_other_steps = self.qk_norm == "all_heads" or self.clip is not None or self.output_gate
-        if has_other_steps or self.v_norm is not None or self.k is None or self.v is None:
+        if (
+            has_other_steps
+            or self._changes_values
+            or self.v_norm is not None
+            or self.k is None
+            or self.v is None
+        ):
             return None
         if angles is None or not self._rotates_by_op:
             return None
@@ -305,7 +331,8 @@ class Attention(Mixer):
 
     def project_out(self, out_BTNH: jax.Array) -> jax.Array:
         """[B, T, D] of the heads' outputs."""
-        y_BTD = self.out(out_BTNH.reshape(*out_BTNH.shape[:2], -1))
+        values_BTNV = out_BTNH[..., : self.value_dim]
+        y_BTD = self.out(values_BTNV.reshape(*out_BTNH.shape[:2], -1))
         return constrain(y_BTD, "rows", "sequence", "features")
 
     def score(self) -> dict[str, Any]:
@@ -313,10 +340,11 @@ class Attention(Mixer):
         sinks = None if self.sinks is None else self.sinks[...]
         return {"softcap": self.softcap, "scale": self.scale, "sinks": sinks}
 
-    def _heads(self, x_BTF: jax.Array | None) -> jax.Array | None:
+    def _heads(self, x_BTF: jax.Array | None, dims: int | None = None) -> jax.Array | None:
+        """Return the heads of `dims` each; None: H."""
         if x_BTF is None:
             return None
-        x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], -1, self.head_dim)
+        x_BTNH = x_BTF.reshape(*x_BTF.shape[:2], -1, dims or self.head_dim)
         return constrain(x_BTNH, "rows", "length", "act_heads", None)
 
     def _attend(self, q_BTNH: jax.Array, rounded: RoundedKV, inputs: LayerInputs) -> jax.Array:
@@ -343,9 +371,7 @@ class Attention(Mixer):
                 return attend_cached(q_BTNH, cache.k, cache.v, until_BT, since_BT, **cache_options)
             if not ring:
                 k_BSKH, v_BSKH = rounded.after.read(q_BTNH.dtype)
-                return attend_to(
-                    k_BSKH, v_BSKH, cache_context(S, positions_BT, decoding, since_BT)
-                )
+                return attend_to(k_BSKH, v_BSKH, cache_context(S, positions_BT, decoding, since_BT))
         # A ring: attend to its old slots and the new tokens, before these overwrite any slot.
         before = rounded.before.read(rounded.k.dtype)
         k_BSKH, v_BSKH = (

@@ -58,6 +58,7 @@ ARCHITECTURES = {
     "Llama4ForConditionalGeneration": "jaxtrain.models.llama4",
     "LlamaForCausalLM": "jaxtrain.models.llama",
     "MellumForCausalLM": "jaxtrain.models.mellum",
+    "MiMoV2FlashForCausalLM": "jaxtrain.models.mimo_v2_flash",
     "MiniCPM3ForCausalLM": "jaxtrain.models.minicpm3",
     "MiniMaxM2ForCausalLM": "jaxtrain.models.minimax_m2",
     "Ministral3ForCausalLM": "jaxtrain.models.ministral3",

@@ -36,9 +36,7 @@ def plain_mlp(config: DecoderConfig, init: LayerInit, use_bias: bool = False) ->
     return MLP(width, hidden, activation=act, use_bias=use_bias, init=init)
 
 
-def experts_mlp(
-    config: ExpertsConfig, init: LayerInit, num_hidden: int, **choices: Any
-) -> MoE:
+def experts_mlp(config: ExpertsConfig, init: LayerInit, num_hidden: int, **choices: Any) -> MoE:
     """Build experts of `num_hidden` each, routed by `config.routing`; choices: options of MoE and
     of Router."""
     width, count = config.hidden_size, config.num_local_experts

@@ -1,0 +1,170 @@
+"""MiMo-V2-Flash (Xiaomi 2026): DeepSeek-V3's experts behind windows with sinks and twice the heads of
+keys, and values of fewer dims than keys, in most layers; the others see all.
+
+The heads that predict further tokens are carried along."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, ClassVar, Self
+
+from flax import nnx
+
+from jaxtrain.errors import UserError
+from jaxtrain.huggingface.ops import ParameterEntry
+from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.models.blocks import attention_block, dense_mlp, grouped_experts_mlp
+from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.experts import GroupedExpertsConfig, list_experts
+from jaxtrain.models.naming import (
+    attention_names,
+    grouped_expert_names,
+    layer_entry,
+    mlp_names,
+    outer_names,
+)
+from jaxtrain.models.windows import FULL, SLIDING, windowed_layers
+
+LISTS = {
+    "hybrid_layer_pattern": ("layer_types", (FULL, SLIDING)),
+    "moe_layer_freq": ("mlp_layer_types", ("dense", "sparse")),
+}
+"""{list of 0 and 1 in published folders: (list of transformers, its entries)}."""
+SAME = {
+    "swa_num_attention_heads": "num_attention_heads",
+    "swa_head_dim": "head_dim",
+    "swa_v_head_dim": "v_head_dim",
+}
+"""Attributes of layers with a window in published folders, and what they must equal."""
+GLOBAL = "full_"
+"""Beginning of the kinds of layers without a window."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Config(GroupedExpertsConfig):
+    architecture: ClassVar[str] = "MiMoV2FlashForCausalLM"
+    model_type: ClassVar[str] = "mimo_v2_flash"
+    newer: ClassVar[bool] = True
+    rope_by_kind: ClassVar[bool] = True
+    rope_keys: ClassVar[tuple[str, ...]] = ("partial_rotary_factor",)
+    fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
+        **GroupedExpertsConfig.fixed,
+        **dict.fromkeys((*LISTS, *SAME, "swa_num_key_value_heads"), ()),
+        **dict.fromkeys(("layernorm_epsilon", "swa_rope_theta"), ()),
+        "sliding_window_size": (),
+        "add_swa_attention_sink_bias": (True,),
+        "add_full_attention_sink_bias": (False,),
+        "attention_projection_layout": ("split",),
+    }
+    carries: ClassVar[tuple[str, ...]] = ("model.mtp.",)  # pyright: ignore[reportIncompatibleVariableOverride]
+    goes_stale: ClassVar[tuple[str, ...]] = carries  # pyright: ignore[reportIncompatibleVariableOverride]
+
+    v_head_dim: int
+    attention_value_scale: float | None = None
+    """Factor on values; None: 1."""
+    attention_bias: bool = False
+    """On queries, keys and values."""
+    sliding_window: int
+    layer_types: tuple[str, ...]
+    mlp_layer_types: tuple[str, ...]
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        return super().from_hf(read_published(raw))
+
+    def to_hf(self) -> dict[str, Any]:
+        raw = super().to_hf()
+        del raw["first_k_dense_replace"]
+        return raw
+
+    def check(self) -> None:
+        super().check()
+        if self.v_head_dim > self.head_size:
+            raise UserError(
+                f"config.json: v_head_dim={self.v_head_dim} must be at most"
+                f" head_dim={self.head_size}: values are stored beside keys"
+            )
+        if self.num_attention_heads % (2 * self.num_key_value_heads):
+            raise UserError(
+                f"config.json: num_attention_heads={self.num_attention_heads} must be a multiple of"
+                f" {2 * self.num_key_value_heads}, the heads of keys in layers with a window (twice"
+                " num_key_value_heads)"
+            )
+
+    def layers(self) -> tuple[LayerSpec, ...]:
+        kinds = (SLIDING, FULL)
+        specs = windowed_layers(
+            self.num_hidden_layers, self.layer_types, self.sliding_window, kinds
+        )
+        specs = list_experts(specs, self.mlp_layer_types)
+        return tuple(
+            dataclasses.replace(spec, kind=GLOBAL + spec.kind) if spec.window is None else spec
+            for spec in specs
+        )
+
+
+def read_published(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the attributes with those of Xiaomi's folders by transformers' names, where it has
+    them; UserError for values that are not computed here."""
+    raw = dict(raw)
+    for key, (name, entries) in LISTS.items():
+        numbers = raw.get(key)
+        if numbers is None:
+            continue
+        if not isinstance(numbers, list) or not all(n in (0, 1) for n in numbers):
+            raise UserError(f"config.json: {key} must be a list of 0 and 1, one for each layer")
+        listed = [entries[number] for number in numbers]
+        if raw.setdefault(name, listed) not in (None, listed):
+            raise UserError(f"config.json: {key} and {name} differ; remove one")
+        raw[name] = listed
+    doubled = {"swa_num_key_value_heads": 2 * raw.get("num_key_value_heads", 0)}
+    for key, value in {**{key: raw.get(name) for key, name in SAME.items()}, **doubled}.items():
+        if raw.get(key) not in (None, value):
+            raise UserError(f"config.json: {key}={raw[key]!r} is not supported; only {value} is")
+    if raw.get("layernorm_epsilon") is not None:
+        raw.setdefault("rms_norm_eps", raw["layernorm_epsilon"])
+    # As transformers reads it: a query sees so many tokens before itself.
+    if type(raw.get("sliding_window_size")) is int:
+        raw["sliding_window"] = raw["sliding_window_size"] + 1
+    theta, share = raw.pop("rope_theta", None), raw.pop("partial_rotary_factor", None)
+    if raw.get("rope_parameters") is None and (theta is not None or share is not None):
+        bases = {FULL: theta, SLIDING: raw.get("swa_rope_theta")}
+        defaults = {FULL: 5e6, SLIDING: 1e4}
+        raw["rope_parameters"] = {
+            kind: {
+                "rope_type": "default",
+                "rope_theta": defaults[kind] if base is None else base,
+                "partial_rotary_factor": 0.334 if share is None else share,
+            }
+            for kind, base in bases.items()
+        }
+    return raw
+
+
+class Model(Decoder):
+    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
+        slides, scale = not kind.startswith(GLOBAL), config.attention_value_scale
+        heads = config.num_key_value_heads * (2 if slides else 1)
+        return attention_block(
+            dataclasses.replace(config, num_key_value_heads=heads),
+            options,
+            rngs,
+            make_mlp=dense_mlp if kind.endswith("dense") else grouped_experts_mlp,
+            qkv_bias=config.attention_bias,
+            value_dim=config.v_head_dim,
+            value_scale=1.0 if scale is None else scale,
+            sinks=slides,
+        )
+
+
+def names(config: Config) -> list[ParameterEntry]:
+    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
+    entries, sinks = outer_names(config), "self_attn.attention_sink_bias"
+    for kind, layers in config.layers_by_kind().items():
+        entries += attention_names(kind, layers, qkv_bias=config.attention_bias)
+        if not kind.startswith(GLOBAL):
+            entries.append(layer_entry(kind, layers, "attention.sinks", sinks))
+        if kind.endswith("dense"):
+            entries += mlp_names(kind, layers)
+        else:
+            entries += grouped_expert_names(kind, layers, config)
+    return entries
