@@ -205,8 +205,11 @@ def commit(tried: KV | StoredKV | TrialRing, decoding: Decoding) -> KV | StoredK
     return write(tried.old, tried.new, decoding, ring=True)
 
 
+PLAIN = LayerSpec()
+
+
 def visible_slots(
-    S: int, T: int, decoding: Decoding, spec: LayerSpec = LayerSpec()
+    S: int, T: int, decoding: Decoding, spec: LayerSpec = PLAIN
 ) -> tuple[jax.Array, jax.Array]:
     """Return int32 [B, T] `until` and `since`: the slots, of S, that each of T new tokens sees
     after they are written. In a ring all slots are within the window, in whatever order; those of

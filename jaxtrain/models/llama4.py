@@ -5,7 +5,6 @@ Published folders are multimodal; their vision tower is carried along."""
 
 import dataclasses
 import functools
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from flax import nnx

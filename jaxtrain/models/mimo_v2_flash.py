@@ -1,5 +1,5 @@
-"""MiMo-V2-Flash (Xiaomi 2026): DeepSeek-V3's experts behind windows with sinks and twice the heads of
-keys, and values of fewer dims than keys, in most layers; the others see all.
+"""MiMo-V2-Flash (Xiaomi 2026): DeepSeek-V3's experts behind attention whose values have fewer dims
+than keys, in most layers with a window, sinks and twice the heads of keys.
 
 The heads that predict further tokens are carried along."""
 

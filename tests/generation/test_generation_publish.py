@@ -6,6 +6,7 @@ import socket
 import time
 from types import SimpleNamespace
 
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -13,17 +14,22 @@ from fake_vllm import STOP, FakeVllm
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_generation_vllm import DRAW, ask
+from tiny_models import RAW, SIZES
 from tiny_vision import VISION
 
 from jaxtrain.config.vllm import VllmConfig, find_vllm_conflicts
 from jaxtrain.core.bundle import UNTRAINED
+from jaxtrain.core.weights import abstract_params
+from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.generation.vllm import factory
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.factory import list_published
 from jaxtrain.generation.vllm.servers import Servers
 from jaxtrain.generation.weight_sync.publish_weights import TensorSet, WeightPublisher, collect
 from jaxtrain.huggingface.ops import SplitPiece, full_index
 from jaxtrain.models import families
+from jaxtrain.models.mtp import with_head
 from jaxtrain_vllm import handshake, wire
 from jaxtrain_vllm.weight_receiver import WeightReceiver, connect
 
@@ -432,3 +438,32 @@ def test_a_tower_that_is_not_trained_stays_with_the_servers(train):
     assert "embed.embedding" in params
     assert any(param.startswith("vision.tower.") for param in params) == (train == "all")
     assert any(param.startswith("vision.projector.") for param in params) == (train != "none")
+
+
+@pytest.mark.slow
+def test_a_head_stays_with_the_trainer():
+    """A server without the head's tensors is none of another model, gets all others, and a line
+    says so; those of one that has them stay."""
+    raw = {**SIZES, **RAW["qwen3_5"], "vocab_size": 61}
+    architecture = with_head(families.config_from_hf(raw), None)
+    bundle = SimpleNamespace(
+        **{"architecture": architecture, "untrained": (), "options": {}, "mesh": make_mesh()},
+        **dict.fromkeys(("product", "folder", "adapter")),
+    )
+    params = {
+        path: jnp.full(shape.shape, 0.5) for path, shape in abstract_params(bundle)[0].items()
+    }
+    published = {
+        name: list(shape)
+        for entry in list_published(bundle)
+        for name, shape in entry.op.shapes(params[entry.param].shape).items()
+    }
+    assert published and not any(name.startswith("mtp.") for name in published)
+    assert any(path.startswith("mtp.") for path in params)
+    fakes = [FakeVllm(tensors=published), FakeVllm(tensors={**published, "mtp.fc.weight": None})]
+    with open_servers(fakes) as (_, servers, output):
+        publisher = factory.open_weights(servers, bundle, delta=False)
+        publisher.publish(0, params)
+        assert set(fakes[0].shelves[0].tensors) == set(published)
+        publisher.close()
+    assert any("multi-token prediction head (mtp.*)" in line for line in output)

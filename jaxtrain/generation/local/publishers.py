@@ -86,8 +86,8 @@ class LocalPublisher:
     ):
         """rests: nothing is sampled during training, so the copies' memory is freed for that time.
         open_draft: returns the draft (models.draft.Draft) beside the first weights, of which it may
-        be a part; it guesses for all versions until there is a newer one. copy_draft: maps a ModelSnapshot to the sampler's parameters of a draft. thread: ended
-        by `close`."""
+        be a part; it guesses for all versions until there is a newer one. copy_draft: maps a
+        ModelSnapshot to the sampler's parameters of a draft. thread: ended by `close`."""
         self.engine, self.copy, self.rests = engine, copy, rests
         self.draft, self.open_draft = None, open_draft
         self.copy_draft, self.thread = copy_draft, thread

@@ -26,7 +26,7 @@ from jaxtrain.generation.engine import Engine, EngineKind
 from jaxtrain.generation.publisher import Publisher
 from jaxtrain.generation.vllm.control import Deadline, ServerRefused, call
 from jaxtrain.generation.vllm.engine import VllmEngine
-from jaxtrain.generation.vllm.factory import list_published, open_gather
+from jaxtrain.generation.vllm.factory import list_published, note_head, open_gather
 from jaxtrain.generation.vllm.images import PromptImages
 from jaxtrain.generation.vllm.inspector import Inspector
 from jaxtrain.generation.vllm.messages import SGLANG
@@ -163,6 +163,7 @@ class DiskPublisher(LoraPublisher):
 
 def open_publisher(servers: Servers, config: Config, bundle: ModelBundle) -> DiskPublisher:
     """Return the publisher of all weights in rollout.vllm.weight_dtype."""
+    note_head(bundle, servers.log)
     entries, dtype = list_published(bundle), config.rollout.vllm.weight_dtype
     wide = wide_tensors(bundle.architecture)
     shapes = abstract_params(bundle)[0]

@@ -48,6 +48,9 @@ from jaxtrain.models.parameters import Params
 from jaxtrain.models.saving import wide_tensors
 from jaxtrain_vllm.cuda_driver import Cuda, CudaError
 
+HEAD = "mtp."
+"""Beginning of the paths of a multi-token prediction head's parameters."""
+
 
 class VllmKind(EngineKind):
     """Engine kind "vllm": servers over HTTP."""
@@ -229,10 +232,25 @@ def open_lora(
 
 
 def list_published(bundle: ModelBundle) -> list[ParameterEntry]:
-    """Return the entries of what servers get: not of parts for images that are not trained. Servers
-    have these from the folder, or none at all where they read text alone."""
+    """Return the entries of what servers get: not of parts for images that are not trained, nor of
+    a multi-token prediction head. Servers have these from the folder, or none at all where they
+    read text alone or draw without a draft."""
     entries = family(bundle.architecture).names(bundle.architecture)
-    return [entry for entry in entries if not entry.param.startswith(bundle.untrained)]
+    return [entry for entry in entries if not entry.param.startswith(list_unsent(bundle))]
+
+
+def list_unsent(bundle: ModelBundle) -> tuple[str, ...]:
+    """Return the beginnings of the paths of parameters that servers do not get."""
+    return (*bundle.untrained, HEAD)
+
+
+def note_head(bundle: ModelBundle, log: Callable[[str], None]) -> None:
+    """Log that servers do not get the head that the run trains, if it trains one."""
+    if bundle.architecture.mtp is not None:
+        log(
+            f"the multi-token prediction head ({bundle.architecture.mtp.form.root}*) is trained and"
+            " exported, but not sent to servers: one that drafts with it has that of its folder"
+        )
 
 
 def open_weights(
@@ -245,10 +263,11 @@ def open_weights(
     for path, shape in abstract_params(bundle)[0].items():
         entry = next(entry for entry in entries if entry.param == path)
         tensors = entry.op.shapes(shape.shape)
-        if path.startswith(bundle.untrained):
+        if path.startswith(list_unsent(bundle)):
             held += tensors
         else:
             shapes |= tensors
+    note_head(bundle, servers.log)
     entries = list_published(bundle)
     dtype, device = servers.config.weight_dtype, None
     wide = wide_tensors(bundle.architecture)
