@@ -212,4 +212,4 @@ FAMILIES = {
 }
 DEFAULT = {"lfm3", "falcon_groups"}
 CHOSEN = {"apertus", "exaone_moe", "nanochat", "youtu"}
-DECODED = ["llama4", "mimo_v2_flash"]
+DECODED = {"llama4", "mimo_v2_flash"}
