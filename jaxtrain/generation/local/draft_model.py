@@ -68,6 +68,7 @@ def open_head(target: ModelBundle, mesh: jax.sharding.Mesh, key: str, model: Any
     config, folder = find_head(target, key), target.folder
     if target.architecture.mtp is not None:
         return HeadDraft(model.mtp, config.num_hidden_layers)
+    assert folder is not None, "find_head has seen the head there"
     options = {"param_dtype": target.options["dtype"], "dtype": target.options["dtype"]}
     part = build.abstract(config, HeadPart, **options)
     params = dict(loading.read_params(folder, mesh, config, part=HeadPart, **options))
