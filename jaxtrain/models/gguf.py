@@ -337,8 +337,8 @@ def describe(raw: Mapping[str, Any], family: GgufFamily, kind: str) -> dict[str,
     rope = raw.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
     window = raw.get("sliding_window")
-    if name == "llama" and window:  # which llama.cpp does not know there: alike up to its length
-        data["llama.context_length"] = min(window, raw["max_position_embeddings"])
+    if name in ("llama", "phi3") and window:  # ignored by llama.cpp there: alike up to its length
+        data[f"{name}.context_length"] = min(window, raw["max_position_embeddings"])
     size = raw["head_dim"]
     share = rope.get("partial_rotary_factor") or 1.0
     data |= {

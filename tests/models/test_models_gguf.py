@@ -271,6 +271,17 @@ def test_a_run_by_the_command(tmp_path, capsys):
     assert "--output FILE.gguf" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("name", ["llama", "phi3"])
+def test_a_window_that_llama_cpp_ignores_limits_the_context(name):
+    """Beyond the window its answers would differ: 3.7 deviations of the logits were seen."""
+    family = next(entry for entry in gguf_models.FAMILIES if entry.name == name)
+    raw = {"head_dim": 64, "vocab_size": 512, "rope_parameters": {"rope_theta": 1e4}}
+    raw |= {"max_position_embeddings": 4096, "sliding_window": 2047}
+    assert gguf_models.describe(raw, family, "f16")[f"{name}.context_length"] == 2047
+    raw["sliding_window"] = None
+    assert gguf_models.describe(raw, family, "f16")[f"{name}.context_length"] == 4096
+
+
 def test_q4_k_of_odd_blocks():
     kind = gguf.GGMLQuantizationType.Q4_K
     for value in (0.0, 3.0, -3.0):
