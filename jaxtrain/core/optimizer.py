@@ -13,6 +13,7 @@ from jaxtrain import plugins
 from jaxtrain.config import OptimConfig
 from jaxtrain.config.model import OPTIMIZERS, SCHEDULES
 from jaxtrain.errors import UserError
+from jaxtrain.layers.linear import ClippedLinear
 from jaxtrain.models.parameters import Params
 
 
@@ -343,13 +344,14 @@ VECTORS = (
     *("bias", "scale", "magnitude", "A_log", "D", "dt_bias", "conv", "conv_bias"),
     *("choice_bias", "expert_scale", "layer_scalar", "sinks", "position_table"),
     *("alpha_p", "alpha_n", "beta", "eps"),
+    *("std_bias", "std_scale", *ClippedLinear.limits),
 )
 
 
 def is_vector(path: str) -> bool:
     """Return whether a parameter is a norm scale, a bias, a factor of a layer or of each expert, a
     decay rate, the taps of a convolution by channel, DoRA's magnitude (stacked: more axes), the
-    learned positions of a tower or the numbers of an activation."""
+    learned positions of a tower, the numbers of an activation, or a limit."""
     name = path.rsplit(".", 1)[-1]
     return name in VECTORS or "norm" in name
 

@@ -82,6 +82,8 @@ class AttentionOptions:
     head's queries ("joint", Qwen3-Next), or an "own" kernel `gate` (AFMoE); "head": that kernel
     computes one gate for each head (LFM3)."""
     out_bias: bool = False
+    linear: type[Linear] = Linear
+    """Class of the layer's matrices."""
 
 
 class Attention(Mixer):
@@ -104,7 +106,7 @@ class Attention(Mixer):
         *,
         init: LayerInit,
     ):
-        linear = functools.partial(Linear, init=init)
+        linear = functools.partial(options.linear, init=init)
         query_dim, kv_dim = num_heads * head_dim, num_kv_heads * head_dim
         self.value_dim, self.value_scale = options.value_dim or head_dim, options.value_scale
         assert self.value_dim <= head_dim, "values are padded to the dims of keys"

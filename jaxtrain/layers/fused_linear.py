@@ -61,7 +61,9 @@ def fuse_kernels(*linears: Linear) -> None:
     first, plain = kernels[0], all(isinstance(kernel, nnx.Param) for kernel in kernels)
     packed = hasattr(first, "concatenate") and all(type(k) is type(first) for k in kernels)
     free = all(
-        linear.product is None and not getattr(linear.adapter, "reads_kernel", False)
+        linear.product is None
+        and linear.fuses
+        and not getattr(linear.adapter, "reads_kernel", False)
         for linear in linears
     )
     if len(linears) == 1 or not free or not (plain or packed):
@@ -106,7 +108,7 @@ def _product(x: jax.Array, linears: Sequence[Linear]) -> jax.Array | None:
 def _is_bare(linear: Linear) -> bool:
     """True if the result is a product with an array, plus at most a bias."""
     plain = isinstance(linear.kernel, nnx.Param) and linear.product is None
-    return plain and linear.adapter is None
+    return plain and linear.adapter is None and linear.fuses
 
 
 @jax.custom_vjp

@@ -42,6 +42,8 @@ class Linear(nnx.Module):
 
     token_share = 1.0
     """Share of the weights that multiply each token."""
+    fuses = True
+    """One matmul may compute it together with others that read the same input."""
     output_barrier = False
     """Apply `with_output_barrier` to the result: set for layers in a scan."""
 
@@ -128,6 +130,31 @@ def _value_barrier_bwd(_, d_y):
 
 
 _value_barrier.defvjp(_value_barrier_fwd, _value_barrier_bwd)
+
+
+class ClippedLinear(Linear):
+    """A Linear whose input and output are clipped to limits, numbers that are loaded and saved and
+    have no gradient (towers of Gemma 4)."""
+
+    fuses = False
+    limits = ("input_min", "input_max", "output_min", "output_max")
+
+    def __init__(
+        self, num_in: int, num_out: int, *, axes: tuple[str | None, ...], init: LayerInit, **options
+    ):
+        super().__init__(num_in, num_out, axes=axes, init=init, **options)
+        for name in self.limits:
+            limit = -UNLIMITED if name.endswith("min") else UNLIMITED
+            setattr(self, name, nnx.Param(jnp.array(limit, init.param_dtype), axes=()))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        limits = (jax.lax.stop_gradient(getattr(self, name)[...]) for name in self.limits)
+        least_in, most_in, least, most = (limit.astype(self.dtype) for limit in limits)
+        return jnp.clip(super().__call__(jnp.clip(x, least_in, most_in)), least, most)
+
+
+UNLIMITED = 3e38
+"""Stands for infinity among the limits: an optimizer may multiply them by 0."""
 
 
 class PreciseLinear(Linear):

@@ -37,9 +37,10 @@ class MLP(nnx.Module):
         *,
         activation: str = "silu",
         use_bias: bool = False,
+        linear: type[Linear] = Linear,
         init: LayerInit,
     ):
-        linear = functools.partial(Linear, use_bias=use_bias, init=init)
+        linear = functools.partial(linear, use_bias=use_bias, init=init)
         if self.is_gated:
             self.gate = linear(num_features, num_hidden, axes=("embed", "mlp"))
         self.up = linear(num_features, num_hidden, axes=("embed", "mlp"))

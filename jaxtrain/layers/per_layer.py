@@ -3,7 +3,7 @@
     e[l] = (norm(W_l x0 / sqrt(D)) + table[token, l] sqrt(P)) / sqrt(2)      once, for all layers
     x + norm(W_out (act(W_gate x) * e[l]))                                   at the end of layer l
 
-x0 are the scaled embeddings. Shapes: B rows, T tokens, D model, L layers, P numbers of a layer.
+x0 are the scaled embeddings, or features of images. Shapes: B rows, T tokens, D model, L layers, P numbers of a layer.
 """
 
 import functools
@@ -38,14 +38,22 @@ class PerLayerInputs(nnx.Module):
         self.norm = norm(size, eps=eps, param_dtype=init.param_dtype)
         self.num_layers = num_layers
 
-    def __call__(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array:
+    def __call__(
+        self, tokens_BT: jax.Array, x_BTD: jax.Array, frozen_BT: jax.Array | None = None
+    ) -> jax.Array:
+        """frozen: True at tokens whose rows of the table get no gradient."""
+
         def split(y: jax.Array) -> jax.Array:
             y_BTLP = y.reshape(*tokens_BT.shape, self.num_layers, -1)
             return constrain(y_BTLP, "rows", "sequence", None, None)
 
         # Plain numbers take the dtype of what they are multiplied with.
         projected_BTLP = self.norm(split(self.projection(x_BTD) * x_BTD.shape[-1] ** -0.5))
-        embedded_BTLP = split(self.embed(tokens_BT))
+        embedded_BTE = self.embed(tokens_BT)
+        if frozen_BT is not None:
+            constant_BTE = jax.lax.stop_gradient(embedded_BTE)
+            embedded_BTE = jnp.where(frozen_BT[..., None], constant_BTE, embedded_BTE)
+        embedded_BTLP = split(embedded_BTE)
         embedded_BTLP *= jnp.asarray(embedded_BTLP.shape[-1] ** 0.5, embedded_BTLP.dtype)
         return jnp.moveaxis((projected_BTLP + embedded_BTLP) * 2**-0.5, 2, 0)
 

@@ -1,4 +1,4 @@
-"""Gemma 4 (Gemma Team 2026), its text in all sizes: dense (31B), with experts beside the dense MLP
+"""Gemma 4 (Gemma Team 2026) in all sizes: dense (31B), with experts beside the dense MLP
 (26B-A4B), and with inputs of each layer's own (E2B, E4B).
 
 Gemma 3's four norms and its sliding windows, and of its own:
@@ -8,16 +8,20 @@ Gemma 3's four norms and its sliding windows, and of its own:
   kind (`num_kv_shared_layers`)
 - each layer's output is multiplied with a number of its own
 
-Folders of the Hub are multimodal; towers for pictures and sound are carried along."""
+Folders of the Hub are multimodal. The tower for images is a part of the model (gemma4_vision); the
+one for sound is carried along."""
 
 import dataclasses
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from typing_extensions import override
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields
@@ -26,7 +30,7 @@ from jaxtrain.huggingface.ops import ParameterEntry, TensorRef, Transpose
 from jaxtrain.layers.attention import Attention, AttentionOptions
 from jaxtrain.layers.block import Block
 from jaxtrain.layers.linear import LayerInit
-from jaxtrain.layers.mixer import LayerSpec
+from jaxtrain.layers.mixer import IMAGES, LayerSpec
 from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.moe import MoE, MoEOptions
 from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
@@ -35,7 +39,8 @@ from jaxtrain.layers.per_layer import PerLayerGate, PerLayerInputs
 from jaxtrain.layers.rope import frequencies
 from jaxtrain.layers.router import Router, RoutingOptions
 from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.multimodal import TextConfig
+from jaxtrain.models.gemma4_vision import TowerConfig, tower_names
+from jaxtrain.models.multimodal import ImageTextConfig
 from jaxtrain.models.naming import (
     SANDWICH_NORMS,
     fused_expert_names,
@@ -55,12 +60,14 @@ EXPERT_NORMS = {
     "mlp.experts_out_norm": "post_feedforward_layernorm_2",
 }
 """Those inside of a ParallelMLP, in the place of the block's `mlp_norm`."""
+PLACEHOLDERS = ("image_token_id", "video_token_id", "audio_token_id")
+SOUND = ("model.audio_tower.", "model.embed_audio.")
 DEFAULT_WIDE = 512
 """transformers' head_dim of full layers where nothing says it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(TextConfig):
+class Config(ImageTextConfig):
     architecture: ClassVar[str] = "Gemma4ForCausalLM"
     also: ClassVar[tuple[str, ...]] = ("Gemma4ForConditionalGeneration",)
     model_type: ClassVar[str] = "gemma4"
@@ -69,18 +76,14 @@ class Config(TextConfig):
     norm: ClassVar[type[RMSNorm]] = PreciseRMSNorm
     rope_by_kind: ClassVar[bool] = True
     rope_keys: ClassVar[tuple[str, ...]] = ("partial_rotary_factor",)
-    towers: ClassVar[tuple[str, ...]] = (
-        *("model.vision_tower.", "model.audio_tower."),
-        *("model.embed_vision.", "model.embed_audio."),
-    )
+    tower_type: ClassVar[type[TowerConfig]] = TowerConfig
+    tower_tensors: ClassVar[tuple[str, ...]] = ("model.vision_tower.", "model.embed_vision.")
     # Pictures see both ways in some sizes; text never does.
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "use_bidirectional_attention": (None, "vision")
     }
-    media: ClassVar[tuple[str, ...]] = (
-        *("image_token_id", "video_token_id", "audio_token_id"),
-        *("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index"),
-    )
+    media: ClassVar[tuple[str, ...]] = (*PLACEHOLDERS, "boa_token_id", "eoa_token_index")
+    """Not what stands before and behind an image: those are read like text."""
 
     attention_bias: bool = False
     """On all four projections."""
@@ -191,8 +194,37 @@ class Config(TextConfig):
                 spec = dataclasses.replace(spec, kind=kind, exports=name)
             else:
                 spec = dataclasses.replace(spec, kind=kind)
-            specs.append(spec)
+            # In layers that see all, the tokens of an image see earlier ones alone.
+            both_ways = self._both_ways and name == SLIDING
+            specs.append(dataclasses.replace(spec, mask=IMAGES) if both_ways else spec)
         return tuple(specs)
+
+    @property
+    def _both_ways(self) -> bool:
+        """True if the tokens of an image see all of it in some layers."""
+        choice = dict(self.fixed_attributes).get("use_bidirectional_attention", "null")
+        return self.vision is not None and json.loads(choice) == "vision"
+
+    @property
+    @override
+    def merge(self) -> int:
+        return self.vision.pooling_kernel_size
+
+    @property
+    def placeholders(self) -> tuple[int, ...]:
+        """Tokens whose inputs of the layers are those of `pad_token`."""
+        return tuple(sorted(t for t, key in self.media_tokens.items() if key in PLACEHOLDERS))
+
+    @property
+    def pad_token(self) -> int:
+        """Id of the token that stands in the place of an image's for inputs of layers."""
+        token = json.loads(dict(self.carried_attributes).get("pad_token_id", "0"))
+        if type(token) is not int or not 0 <= token < self.vocab_size_per_layer_input:
+            raise UserError(
+                f"config.json: pad_token_id is {describe(token)}; layers with inputs of their own"
+                " need the id of a token, which stands in the place of an image's"
+            )
+        return token
 
     def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
         return {
@@ -204,11 +236,12 @@ class Config(TextConfig):
     def carries(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Towers, and what folders may hold of layers that share keys and have no use for any."""
         shared = range(self.num_hidden_layers - self.num_kv_shared_layers, self.num_hidden_layers)
-        return self.towers + tuple(
+        unused = (
             f"{self.prefix}layers.{layer}.self_attn.{name}."
             for layer in shared
             for name in ("k_proj", "v_proj", "k_norm", "v_norm")
         )
+        return (*super().carries, *SOUND, *unused)
 
     @property
     def embedding_scale(self) -> float:
@@ -263,9 +296,17 @@ class Model(Decoder):
         self.per_layer = (
             make_per_layer(config, init) if config.hidden_size_per_layer_input else None
         )
+        self.placeholders = () if config.vision is None else config.placeholders
+        self.pad_token = config.pad_token if self.placeholders and self.per_layer else 0
 
     def layer_inputs(self, tokens_BT: jax.Array, x_BTD: jax.Array) -> jax.Array | None:
-        return None if self.per_layer is None else self.per_layer(tokens_BT, x_BTD)
+        if self.per_layer is None:
+            return None
+        if not self.placeholders:
+            return self.per_layer(tokens_BT, x_BTD)
+        # As in transformers, where the row of padding is a constant.
+        image_BT = jnp.isin(tokens_BT, jnp.array(self.placeholders))
+        return self.per_layer(jnp.where(image_BT, self.pad_token, tokens_BT), x_BTD, image_BT)
 
     def make_block(
         self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs
@@ -358,7 +399,8 @@ def names(config: Config) -> list[ParameterEntry]:
         ]
     for kind, layers in config.layers_by_kind().items():
         entries += layer_names(config, kind, layers)
-    return with_prefix(entries, config.prefix)
+    tower = [] if config.vision is None else tower_names(config.vision)
+    return [*with_prefix(entries, config.prefix), *tower]
 
 
 def layer_names(config: Config, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:

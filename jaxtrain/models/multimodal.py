@@ -105,7 +105,7 @@ class ImageTextConfig(TextConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        if cls.tower_tensors and "vision_config" not in raw:
+        if cls.tower_tensors and raw.get("vision_config") is None:
             return super().from_hf(raw)
         for key in ("text_config", "vision_config"):
             if not isinstance(raw.get(key), Mapping):

@@ -83,15 +83,19 @@ class VisionConfig:
                 f"config.json: vision_config.hidden_act={self.hidden_act!r}; supported:"
                 f" {sorted(ACTIVATIONS)}"
             )
-        if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
-            raise UserError(
-                f"config.json: vision_config.hidden_size={self.hidden_size} must be a multiple of"
-                f" num_attention_heads={self.num_attention_heads}"
-            )
+        self.check_heads()
         if self.patch_size < 1 or not 0 < self.side < 2**12:
             raise UserError(
                 f"config.json: vision_config: patch_size={self.patch_size} gives {self.side}"
                 " positions along a side of an image"
+            )
+
+    def check_heads(self) -> None:
+        """Raise UserError if the sizes of attention do not fit together."""
+        if self.num_attention_heads < 1 or self.hidden_size % self.num_attention_heads:
+            raise UserError(
+                f"config.json: vision_config.hidden_size={self.hidden_size} must be a multiple of"
+                f" num_attention_heads={self.num_attention_heads}"
             )
 
     @property
@@ -103,6 +107,18 @@ class VisionConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """Return the spec of each layer; by default all are alike."""
         return (LayerSpec(),) * self.num_hidden_layers
+
+    def make_block(self, options: DecoderOptions, rngs: nnx.Rngs) -> Block:
+        """Build a layer of the tower: by default attention and an MLP, with biases."""
+        init = vision_init(self, options, rngs)
+        width, heads = self.hidden_size, self.num_attention_heads
+        choices = AttentionOptions(qkv_bias=True, out_bias=True, impl=options.attention_impl)
+        attention = Attention(width, heads, heads, width // heads, choices, init=init)
+        mlp = (GatedMLP if self.gated else MLP)(
+            width, self.intermediate_size, activation=self.hidden_act, use_bias=True, init=init
+        )
+        norms = {name: make_norm(self, init) for name in NORMS}
+        return Block(attention, mlp, **norms)
 
     @abstractmethod
     def build(self, config: Any, options: DecoderOptions, rngs: nnx.Rngs) -> "Vision":
@@ -305,25 +321,12 @@ def make_stack(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) ->
     """Build the layers of a tower, all with parameters of the same shapes."""
     return Stack(
         config.layers(),
-        lambda kind, rngs: make_block(config, options, rngs),
+        lambda kind, rngs: config.make_block(options, rngs),
         remat=options.remat,
         scan=options.scan_layers,
         only=options.only_layer,
         rngs=rngs,
     )
-
-
-def make_block(config: VisionConfig, options: DecoderOptions, rngs: nnx.Rngs) -> Block:
-    """Build a layer of the tower: attention and an MLP, with biases."""
-    init = vision_init(config, options, rngs)
-    width, heads = config.hidden_size, config.num_attention_heads
-    choices = AttentionOptions(qkv_bias=True, out_bias=True, impl=options.attention_impl)
-    attention = Attention(width, heads, heads, width // heads, choices, init=init)
-    mlp = (GatedMLP if config.gated else MLP)(
-        width, config.intermediate_size, activation=config.hidden_act, use_bias=True, init=init
-    )
-    norms = {name: make_norm(config, init) for name in NORMS}
-    return Block(attention, mlp, **norms)
 
 
 def look_up_values(images: Images) -> jax.Array:

@@ -110,13 +110,19 @@ def make_torch(raw, seed=0):
                 parameter.uniform_(-4.6, 0.4)
             elif name.endswith("input_projection_weight"):  # drawn as zeros
                 parameter.normal_(std=0.3)
+            elif name.endswith("position_embedding_table"):  # drawn as ones
+                parameter.normal_(std=0.1)
             elif parameter.ndim == 1 or name.endswith("bias"):  # experts' have more dims
                 parameter.add_(0.1 * torch.randn_like(parameter))
         for name, buffer in model.named_buffers():
             if name.endswith(CHOICE_BIASES):
                 buffer.uniform_(-0.2, 0.1)
-            elif name.endswith("layer_scalar"):
+            elif name.endswith(("layer_scalar", "std_scale")):
                 buffer.uniform_(0.5, 1.5)
+            elif name.endswith("std_bias"):
+                buffer.normal_(std=0.3)
+            elif name.endswith(("q_proj.input_max", "up_proj.output_min", "v_proj.input_min")):
+                buffer.fill_(0.7 if name.endswith("max") else -0.6)  # the others are infinite
     return model.float().eval()
 
 

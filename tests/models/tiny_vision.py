@@ -118,6 +118,49 @@ VISION["gemma3"] = {
     "image_token_index": IMAGE,
     "tie_word_embeddings": True,
 }
+SLIDING, FULL = "sliding_attention", "full_attention"
+AXIAL_TOWER = {
+    "model_type": "gemma4_vision",
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 12,
+    "patch_size": 5,
+    "pooling_kernel_size": 3,
+    "position_embedding_size": 15,
+    "rms_norm_eps": 1e-4,
+    "initializer_range": 0.1,
+}
+GEMMA4 = {
+    "model_type": "gemma4_text",
+    **{"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL]},
+    **{"head_dim": 12, "global_head_dim": 16, "sliding_window": 7, "rms_norm_eps": 1e-3},
+    "hidden_size_per_layer_input": 0,
+    "rope_parameters": {
+        FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e4},
+        SLIDING: {"rope_type": "default", "rope_theta": 1e3},
+    },
+}
+VISION["gemma4"] = {
+    "model_type": "gemma4",
+    "text_config": {**SIZES, **GEMMA4, "use_bidirectional_attention": "vision"},
+    "vision_config": {**AXIAL_TOWER, "standardize": True},
+    "image_token_id": IMAGE,
+    "tie_word_embeddings": True,
+}
+VISION["gemma4_per_layer"] = {
+    **VISION["gemma4"],
+    "text_config": {
+        **SIZES,
+        **GEMMA4,
+        **{"num_hidden_layers": 5, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL]},
+        **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "pad_token_id": 3},
+        **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 97},
+    },
+    "vision_config": {**AXIAL_TOWER, "use_clipped_linears": True},
+}
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 for name in ("qwen3_5", "qwen3_5_moe"):
     turns = {**TURNS, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
@@ -159,6 +202,7 @@ SHAPES = {
         ((4, 8), (6, 4), (6, 4), (2, 16), (4, 2)),
     ),
 }
+SHAPES["gemma4"] = SHAPES["gemma4_per_layer"] = ((6, 6), (3, 12), (6, 6), (3, 6), (3, 3))
 SHAPES["qwen2_5_vl"] = ((6, 6), (2, 18), (6, 6), (2, 16), (4, 2))
 """Rows and columns of patches of the images of `make_batch`."""
 VALUES = ((np.arange(256) / 255).astype(np.float32)[:, None] - np.float32(0.5)) / np.float32(
@@ -190,7 +234,9 @@ def merge_of(raw) -> int:
     if tokens := raw.get("mm_tokens_per_image"):
         vision = raw["vision_config"]
         return int(vision["image_size"] // vision["patch_size"] / tokens**0.5)
-    return raw.get("scale_factor") or raw["vision_config"].get("spatial_merge_size", 2)
+    vision = raw["vision_config"]
+    fallback = vision.get("pooling_kernel_size") or vision.get("spatial_merge_size", 2)
+    return raw.get("scale_factor") or fallback
 
 
 def pack_images(rows, patch: int, merge: int, length: int) -> Images:
@@ -269,6 +315,8 @@ def _process(raw, tokens, images) -> dict[str, np.ndarray]:
     if "mm_tokens_per_image" in raw:
         types = (np.array(tokens) == IMAGE).astype(np.int64)[None]
         return {"pixel_values": np.stack(pixels), "token_type_ids": types}
+    if raw["model_type"] == "gemma4":
+        return _process_axial(raw, tokens, pixels)
     if "spatial_merge_size" not in raw["vision_config"]:
         return {"pixel_values": np.stack(pixels)[None]}
     patch, merge, rows, grids = raw["vision_config"]["patch_size"], merge_of(raw), [], []
@@ -285,3 +333,19 @@ def _process(raw, tokens, images) -> dict[str, np.ndarray]:
         "image_grid_thw": np.array(grids),
         "mm_token_type_ids": (tokens == IMAGE).astype(np.int64)[None],
     }
+
+
+def _process_axial(raw, tokens, pixels) -> dict[str, np.ndarray]:
+    """Patches row by row, with places (x, y), of all images in as many as the largest has."""
+    patch = raw["vision_config"]["patch_size"]
+    shapes = [tuple(size // patch for size in image.shape[1:]) for image in pixels]
+    most = max(high * wide for high, wide in shapes)
+    values = np.zeros((len(pixels), most, 3 * patch**2), np.float32)
+    places = np.full((len(pixels), most, 2), -1)
+    for number, (image, (high, wide)) in enumerate(zip(pixels, shapes, strict=True)):
+        cut = image.reshape(3, high, patch, wide, patch).transpose(1, 3, 2, 4, 0)
+        values[number, : high * wide] = cut.reshape(high * wide, -1)
+        row, col = np.divmod(np.arange(high * wide), wide)
+        places[number, : high * wide] = np.stack([col, row], -1)
+    types = (np.array(tokens) == IMAGE).astype(np.int64)[None]
+    return {"pixel_values": values, "image_position_ids": places, "mm_token_type_ids": types}
