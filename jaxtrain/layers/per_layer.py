@@ -3,7 +3,8 @@
     e[l] = (norm(W_l x0 / sqrt(D)) + table[token, l] sqrt(P)) / sqrt(2)      once, for all layers
     x + norm(W_out (act(W_gate x) * e[l]))                                   at the end of layer l
 
-x0 are the scaled embeddings, or features of images. Shapes: B rows, T tokens, D model, L layers, P numbers of a layer.
+x0 are the scaled embeddings, or features of images. Shapes: B rows, T tokens, D model, L layers, P
+numbers of a layer, E = L P.
 """
 
 import functools

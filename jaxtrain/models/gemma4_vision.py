@@ -1,5 +1,5 @@
-"""The tower of Gemma 4 (Gemma Team 2026): images of any shape, whose queries and keys turn by column
-in one half of a head and by row in the other.
+"""The tower of Gemma 4 (Gemma Team 2026): images of any shape, whose queries and keys turn by
+column in one half of a head and by row in the other.
 
     pixels -> 2 x - 1 -> patches + column's position + row's -> layers with four norms
     mean of a block's m * m patches -> sqrt(D) -> (x - bias) scale -> norm without weight -> matrix

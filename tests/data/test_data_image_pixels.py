@@ -279,6 +279,73 @@ def test_gemma_refuses_what_it_does_not_follow(tmp_path):
         open_gemma(tmp_path, {**GEMMA, "size": {"height": 40, "width": 40}})
 
 
+GEMMA4 = {"patch_size": 5, "pooling_kernel_size": 2, "max_soft_tokens": 70}
+GEMMA4_CONFIG = {
+    "model_type": "gemma4",
+    "vision_config": {
+        **{"patch_size": 5, "pooling_kernel_size": 2, "position_embedding_size": 150},
+    },
+}
+
+
+def open_gemma4(folder, settings):
+    tokenizer = load_tokenizer("builtin")
+    add_tokens(tokenizer, (), ["<|image|>", "<|image>", "<image|>"])
+    (folder / "preprocessor_config.json").write_text(json.dumps(settings))
+    return read_format(folder, GEMMA4_CONFIG, tokenizer)
+
+
+@pytest.mark.parametrize("normalized", [False, True])
+def test_gemma4_pixels_equal_those_of_transformers(normalized, tmp_path):
+    from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
+
+    settings = dict(GEMMA4)
+    if normalized:
+        settings |= {"do_normalize": True, "image_mean": [0.5, 0.4, 0.3], "image_std": [0.4] * 3}
+    form, processor = open_gemma4(tmp_path, settings), Gemma4ImageProcessorPil(**settings)
+    form.write(tmp_path)  # what it writes is read alike
+    written = json.loads((tmp_path / "preprocessor_config.json").read_text())
+    assert open_gemma4(tmp_path, written) == form
+    seen = set()
+    for number, data in enumerate(list(odd_files())[:: 5 if normalized else 1]):
+        picture = ImageOps.exif_transpose(Image.open(io.BytesIO(data)))
+        expected = processor(picture)
+        places = np.asarray(expected["image_position_ids"][0])
+        n = int((places[:, 0] >= 0).sum())
+        patches, size = form.cut(decode(data)), measure(data)
+        assert form.count(size) == (n, expected["num_soft_tokens_per_image"][0]), number
+        assert form.expand(size) == f"<|image>{'<|image|>' * (n // 4)}<image|>"
+        # Theirs row by row, (x, y), numbers by row, column and channel.
+        order = np.lexsort(patches.row_col.T[::-1])
+        np.testing.assert_array_equal(patches.row_col[order, ::-1], places[:n])
+        ours = np.stack([form.values[patches.pixels[:, c * 25 : c * 25 + 25], c] for c in range(3)])
+        theirs = np.asarray(expected["pixel_values"][0])[:n].reshape(n, 25, 3)
+        np.testing.assert_array_equal(ours.transpose(1, 2, 0)[order], theirs, str(number))
+        assert (patches.grid == places[:n].max(0)[::-1] + 1).all() and (patches.until == n).all()
+        seen.add(n)
+    assert len(seen) > 5
+
+
+def test_gemma4_refuses_what_it_does_not_follow(tmp_path):
+    from transformers.models.gemma4.image_processing_pil_gemma4 import (
+        get_aspect_ratio_preserving_size,
+    )
+
+    form = open_gemma4(tmp_path, GEMMA4)
+    for height in (1, 2, 3, 7, 30, 71, 1000):
+        for width in range(1, 400, 7):
+            expected = get_aspect_ratio_preserving_size(height, width, 5, 280, 2)
+            assert form.fit((width, height)) == expected[::-1], (width, height)
+    for change, message in (
+        ({"max_soft_tokens": 100}, "max_soft_tokens to 100; it must be one of 70, 140"),
+        ({"max_soft_tokens": 140}, "the tower has 150 positions"),
+        ({"patch_size": 6}, "sets patch_size to 6; only 5 is read"),
+        ({"do_resize": False}, "sets do_resize to false; only true is read"),
+    ):
+        with pytest.raises(UserError, match=message):
+            open_gemma4(tmp_path, {**GEMMA4, **change})
+
+
 def test_qwen_refuses_what_it_does_not_follow(tmp_path):
     form = open_qwen(tmp_path, QWEN)
     with pytest.raises(MalformedRow, match="an image is more than 200 times as long as wide"):

@@ -118,6 +118,8 @@ def check_greedy(pictures, torch_model, tokens, placed, answer):
         "smolvlm",
         "qwen3_5",
         "gemma3",
+        pytest.param("gemma4", marks=pytest.mark.thorough),
+        pytest.param("gemma4_per_layer", marks=pytest.mark.thorough),
         pytest.param("qwen3_5_moe", marks=pytest.mark.thorough),
         pytest.param("qwen3_vl_moe", marks=pytest.mark.thorough),
         pytest.param("idefics3", marks=pytest.mark.thorough),

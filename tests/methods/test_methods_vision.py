@@ -64,6 +64,11 @@ GEMMA = (
     ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],
     {"size": {"height": 33, "width": 33}, "do_convert_rgb": None, "do_pan_and_scan": None},
 )
+GEMMA4 = (
+    QWEN_TEMPLATE.replace("<|vision_start|><|image_pad|><|vision_end|>", "<|image|>"),
+    ["<|image|>", "<|image>", "<image|>"],
+    {"patch_size": 5, "pooling_kernel_size": 3, "max_soft_tokens": 70},
+)
 FOLDERS = {
     "qwen3_5": QWEN,
     "qwen2_vl": QWEN,
@@ -72,9 +77,10 @@ FOLDERS = {
     "qwen3_vl_moe": QWEN,
     "qwen3_5_moe": QWEN,
     "gemma3": GEMMA,
+    "gemma4_per_layer": GEMMA4,
 }
 """Template, tokens of which the first is that of an image, and settings of the image processor."""
-PARTS = ("embed_tokens", "patch_embed", "merger", "projector")
+PARTS = ("embed_tokens", "patch_embed", "merger", "projector", "embedding_projection")
 
 pytestmark = pytest.mark.slow
 

@@ -126,17 +126,17 @@ AXIAL_TOWER = {
     "num_hidden_layers": 3,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
-    "head_dim": 12,
+    "head_dim": 8,
     "patch_size": 5,
     "pooling_kernel_size": 3,
-    "position_embedding_size": 15,
-    "rms_norm_eps": 1e-4,
+    "position_embedding_size": 210,
+    "rms_norm_eps": 1e-2,
     "initializer_range": 0.1,
 }
 GEMMA4 = {
     "model_type": "gemma4_text",
     **{"num_hidden_layers": 3, "layer_types": [SLIDING, FULL, FULL]},
-    **{"head_dim": 12, "global_head_dim": 16, "sliding_window": 7, "rms_norm_eps": 1e-3},
+    **{"head_dim": 4, "global_head_dim": 8, "sliding_window": 7, "rms_norm_eps": 1e-2},
     "hidden_size_per_layer_input": 0,
     "rope_parameters": {
         FULL: {"rope_type": "proportional", "partial_rotary_factor": 0.5, "rope_theta": 1e4},
@@ -155,11 +155,11 @@ VISION["gemma4_per_layer"] = {
     "text_config": {
         **SIZES,
         **GEMMA4,
-        **{"num_hidden_layers": 5, "layer_types": [SLIDING, FULL, SLIDING, SLIDING, FULL]},
+        **{"num_hidden_layers": 4, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
         **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "pad_token_id": 3},
         **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 97},
     },
-    "vision_config": {**AXIAL_TOWER, "use_clipped_linears": True},
+    "vision_config": {**AXIAL_TOWER, "num_hidden_layers": 2, "use_clipped_linears": True},
 }
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 for name in ("qwen3_5", "qwen3_5_moe"):

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -28,6 +28,7 @@ FAMILIES = {
     "smolvlm": "smolvlm:TiledFormat",
     "idefics3": "smolvlm:TiledFormat",
     "gemma3": "gemma:SquareFormat",
+    "gemma4": "gemma:BudgetFormat",
     **dict.fromkeys(("qwen2_vl", "qwen2_5_vl"), "qwen:WholeFormat"),
     **dict.fromkeys(("qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), "qwen:WholeFormat"),
 }
@@ -71,6 +72,8 @@ class Patches(NamedTuple):
 class ImageFormat(ABC):
     """Pictures and placeholders of one model. Picklable."""
 
+    served: ClassVar[bool] = True
+    """False if vLLM would read other tokens or pixels than the trainer."""
     placeholder: str
     """What the chat template writes for an image; a control token."""
     token: int

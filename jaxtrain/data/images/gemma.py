@@ -1,12 +1,15 @@
-"""Images of Gemma 3: squares of one size, whatever the picture's shape, each of as many tokens."""
+"""Images of Gemma: in Gemma 3 squares of one size, whatever the picture's shape; in Gemma 4 as
+large as a number of tokens allows, near their own shape."""
 
+import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 from typing_extensions import override
 
 from jaxtrain.data.images.format import (
+    BICUBIC,
     BILINEAR,
     FormatSource,
     ImageFormat,
@@ -22,8 +25,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SquareFormat(ImageFormat):
-    """Settings of the family's image processor."""
+    """Settings of Gemma 3's image processor."""
 
+    served: ClassVar[bool] = False  # placeholders merge with the text around
     side: int
     """Pixels of a resized picture's side."""
     soft: str
@@ -93,3 +97,91 @@ class SquareFormat(ImageFormat):
     @override
     def segments(self, picture: "Picture") -> list[np.ndarray]:
         return [np.asarray(picture.resize((self.side, self.side), self.resample))]
+
+
+BUDGETS = (70, 140, 280, 560, 1120)
+"""Most tokens of an image of Gemma 4."""
+
+
+@dataclass(frozen=True)
+class BudgetFormat(ImageFormat):
+    """Settings of Gemma 4's image processor."""
+
+    served: ClassVar[bool] = False  # a resized picture may be resized again
+    budget: int
+    """Most tokens of an image."""
+    opening: str
+    closing: str
+
+    @override
+    @classmethod
+    def read(cls, source: FormatSource) -> "BudgetFormat":
+        config, settings, tokenizer, folder = source
+        patch = int(source.vision.get("patch_size", 16))
+        merge = int(source.vision.get("pooling_kernel_size", 3))
+        places = int(source.vision.get("position_embedding_size", 10240))
+        settings = {key: value for key, value in (settings or {}).items() if value is not None}
+        sizes = {"patch_size": patch, "pooling_kernel_size": merge}
+        given = {"patch_size": 16, "pooling_kernel_size": 3} if source.settings is not None else {}
+        require({**sizes, **given, **settings}, {"do_resize": True, **sizes}, folder)
+        budget = settings.get("max_soft_tokens", 280)
+        if budget not in BUDGETS or budget * merge > places:
+            raise UserError(
+                f"{folder}: its image processor sets max_soft_tokens to {budget}; it must be one of"
+                f" {', '.join(map(str, BUDGETS))}, and the tower has {places} positions"
+                f" (position_embedding_size) for {merge} patches of each token along a side"
+            )
+        if not settings.get("do_normalize", False):  # the tower shifts and scales pixels
+            settings |= {"do_normalize": True, "image_mean": [0.0] * 3, "image_std": [1.0] * 3}
+        image, *around = (
+            getattr(tokenizer, name, None) or text
+            for name, text in (
+                ("image_token", "<|image|>"),
+                ("boi_token", "<|image>"),
+                ("eoi_token", "<image|>"),
+            )
+        )
+        token = require_token(tokenizer, image, folder, config.get("image_token_id"))
+        for text in around:
+            require_token(tokenizer, text, folder)
+        return cls(
+            image, token, patch, merge, *read_scale(settings, folder),
+            int(settings.get("resample", BICUBIC)), budget, *around,
+        )  # fmt: skip
+
+    @override
+    def settings(self) -> dict[str, Any]:
+        return {
+            "image_processor_type": "Gemma4ImageProcessor",
+            "do_normalize": (self.mean, self.std) != ((0.0,) * 3, (1.0,) * 3),
+            "max_soft_tokens": self.budget,
+            "patch_size": self.patch,
+            "pooling_kernel_size": self.merge,
+        }
+
+    @override
+    def count(self, size: tuple[int, int]) -> tuple[int, int]:
+        width, height = self.fit(size)
+        patches = (width // self.patch) * (height // self.patch)
+        return patches, patches // self.merge**2
+
+    @override
+    def expand(self, size: tuple[int, int]) -> str:
+        return f"{self.opening}{self.placeholder * self.count(size)[1]}{self.closing}"
+
+    @override
+    def segments(self, picture: "Picture") -> list[np.ndarray]:
+        return [np.asarray(picture.resize(self.fit(picture.size), self.resample))]
+
+    def fit(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the width and height of a resized picture, the largest multiples of a token's
+        pixels within the budget."""
+        width, height = size
+        unit, most = self.patch * self.merge, self.budget * (self.patch * self.merge) ** 2
+        factor = math.sqrt(most / (height * width))
+        high, wide = (math.floor(factor * edge / unit) for edge in (height, width))
+        if not high:
+            high, wide = 1, min(width // height, self.budget)
+        elif not wide:
+            high, wide = min(height // width, self.budget), 1
+        return wide * unit, high * unit

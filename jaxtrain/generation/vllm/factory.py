@@ -41,7 +41,6 @@ from jaxtrain.generation.weight_sync.publish_lora import LoraPublisher
 from jaxtrain.generation.weight_sync.publish_weights import TensorSet, WeightPublisher
 from jaxtrain.generation.weight_sync.shared_publisher import SharedPublisher
 from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.layers.mixer import IMAGES
 from jaxtrain.models.capabilities import route_shape
 from jaxtrain.models.families import family
 from jaxtrain.models.parameters import Params
@@ -99,9 +98,7 @@ def open_vllm(
             servers = open_servers(config, bundle, log, stack)
             replay = config.rollout.router_replay
             routes = route_shape(bundle.architecture) if replay else None
-            # Of Gemma 3, whose placeholders merge with the text around, vLLM gets text alone.
-            blocks = any(spec.mask == IMAGES for spec in bundle.architecture.layers())
-            reads = getattr(bundle.tokenizer, "image_format", None) is not None and not blocks
+            reads = getattr(getattr(bundle.tokenizer, "image_format", None), "served", False)
             never = bundle.architecture.never_drawn
             images = PromptImages(bundle.tokenizer if reads else None, never)
             engines = {
