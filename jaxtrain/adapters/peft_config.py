@@ -194,7 +194,7 @@ def describe_adapter(
     for path in plain:
         layers, every = adapter.slots[path].layers, linears[path].by_layer()
         modules = [name for layer in layers or () for name in every[layer]]
-        if layers is None and _shares_tail(linears, adapter, path):
+        if layers is None and (_shares_tail(linears, adapter, path) or _names_outer(linears, path)):
             modules = [name for layer_modules in every for name in layer_modules]
         names[path] = modules or [shared_name(linears, adapter, path)]
     targets: list[str] | str = sorted({name for path in plain for name in names[path]})
@@ -280,6 +280,13 @@ def _shares_tail(linears: Linears, adapter: Adapter, path: str) -> bool:
         candidate for candidate in _namesakes(linears, path) if _tail(linears, candidate, 2) == tail
     )
     return any(adapter.slots.get(namesake) != slot for namesake in namesakes)
+
+
+def _names_outer(linears: Linears, path: str) -> bool:
+    """Return whether a module around another Linear has this one's last name, as around the
+    clipped ones of Gemma 4's towers ("q_proj.linear")."""
+    name = _tail(linears, path, 1)
+    return any(linear.modules[0].split(".")[-2:-1] == [name] for linear in linears.values())
 
 
 def _namesakes(linears: Linears, path: str) -> list[str]:

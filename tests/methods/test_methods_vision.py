@@ -98,6 +98,8 @@ def save_start(folder, name):
     key = "image_token_index" if name == "gemma3" else "image_token_id"
     raw = {**VISION[name], key: 512}
     raw["text_config"] = {**raw["text_config"], "vocab_size": 528}
+    if name.startswith("gemma4"):  # for images of 70 tokens in one row
+        raw["vision_config"] = {**raw["vision_config"], "position_embedding_size": 210}
     architecture = families.config_from_hf(raw)
     saving.save(build.init(architecture, 0), architecture, folder)
     (folder / "preprocessor_config.json").write_text(json.dumps(FOLDERS[name][2]))
