@@ -158,12 +158,8 @@ VISION["gemma4_per_layer"] = {
         **{"num_hidden_layers": 4, "layer_types": [SLIDING, FULL, SLIDING, FULL]},
         **{"num_kv_shared_layers": 2, "use_double_wide_mlp": True, "pad_token_id": 3},
         **{"hidden_size_per_layer_input": 12, "vocab_size_per_layer_input": 97},
-        "rms_norm_eps": 0.1,
     },
-    "vision_config": {
-        **AXIAL_TOWER,
-        **{"num_hidden_layers": 2, "use_clipped_linears": True, "rms_norm_eps": 0.1},
-    },
+    "vision_config": {**AXIAL_TOWER, "num_hidden_layers": 2, "use_clipped_linears": True},
 }
 LAYERS = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 for name in ("qwen3_5", "qwen3_5_moe"):
