@@ -21,6 +21,7 @@ from jaxtrain.core.task import Task, abstract_batch
 from jaxtrain.data.preview import print_pairs
 from jaxtrain.distributed.compile_cache import CompileCounter
 from jaxtrain.distributed.feed import row_shards
+from jaxtrain.distributed.mesh import HOST_MEMORY
 from jaxtrain.distributed.sharding import count_ways, mesh_axes
 from jaxtrain.errors import UserError
 from jaxtrain.generation.evaluation.problem_sets import read_problems
@@ -107,6 +108,7 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
     trained, frozen, parts = roles.trained_shapes, roles.frozen_shapes, roles.bundle
     params = {**roles.params(roles.trained, {**frozen, **roles.copy_shapes}), **trained}
     beside = {path: v for path, v in {**frozen, **roles.copy_shapes}.items() if "/" in path}
+    on_host = [v for v in beside.values() if v.sharding.memory_kind == HOST_MEMORY]
     optimizer, build = open_optimizer(config.optim, build_schedule(config.optim, 100), roles)
     state = abstract_state(trained, optimizer, roles.copy_shapes, config.optim.offload)
     noise = make_step_noise(roles, config.model.neftune_alpha, config.run.seed)
@@ -126,7 +128,8 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
     mesh = {name: size for name, size in parts.mesh.shape.items() if size > 1} or "one device"
     total = sum(count_weights(path, value) for path, value in params.items())
     learners = [AuxiliaryModel(auxiliary, parts).state for auxiliary in task.auxiliary.values()]
-    auxiliary_bytes = bytes_per_device(beside) + bytes_per_device(learners)
+    host_bytes = bytes_per_device(on_host)
+    auxiliary_bytes = bytes_per_device(beside) - host_bytes + bytes_per_device(learners)
     frozen_ones = bytes_per_device(list(frozen_shapes(config, parts).values()))
     elsewhere = " that samples" if config.rollout.devices else ""
     frozen_bytes = 0 if elsewhere else frozen_ones
@@ -148,6 +151,10 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
             f"{away / GIB:.3f}" if away else "",
         ),
         ("other models, GiB per device", f"{auxiliary_bytes / GIB:.3f}" if auxiliary_bytes else ""),
+        (
+            "other models, GiB of host memory per device",
+            f"{host_bytes / GIB:.3f}" if host_bytes else "",
+        ),
         (
             f"frozen policies, GiB per device{elsewhere}",
             f"{frozen_ones / GIB:.3f}" if frozen_ones else "",

@@ -84,11 +84,11 @@ class ModelConfig(Section):
     compute_dtype: DTYPE = "bfloat16"
     """Type that activations and matrix products use."""
     remat: Annotated[
-        Literal["none", "elementwise", "dots", "save_attention", "full"], RESUMABLE
+        Literal["none", "elementwise", "dots", "save_attention", "full", "offload"], RESUMABLE
     ] = "none"
     """What the backward pass recomputes, to save memory: nothing; cheap operations (everything but
     matrix products and attention); everything but matrix products; everything but attention; or
-    whole blocks."""
+    whole blocks. offload: whole blocks, whose inputs wait in pinned memory of the host."""
     scan_layers: bool = True
     """Compile one layer and loop over it, rather than compile every layer."""
     matmul: Literal["default", "fp8", "fp8_row"] = "default"

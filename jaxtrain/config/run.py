@@ -68,6 +68,10 @@ class ParallelConfig(Section):
     behind the other."""
     expert_wide_sums: bool = False
     """Sum what devices add to a token in a fixed order and in float32, rounded once."""
+    frozen: Annotated[Literal["device", "host"], RESUMABLE] = "device"
+    """Where models that only score batches (references, judges, feature networks) wait during a
+    step. host: in pinned memory of the hosts, copied to the devices for each batch that they score.
+    """
     launcher: Literal["auto", "none", "slurm", "torchrun", "tpu"] = "auto"
     """How this process learns of the others: SLURM's variables (under srun), torchrun's
     (MASTER_ADDR, WORLD_SIZE, RANK, LOCAL_RANK), or a TPU pod's own. auto takes the first that is

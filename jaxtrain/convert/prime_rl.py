@@ -265,8 +265,14 @@ def _offload(conversion: Conversion, value: Any) -> None:
 
 
 def _recompute(conversion: Conversion, value: Any) -> None:
-    if value is not False and value is not None:
+    remat = conversion.table.get("model", {}).get("remat")
+    if value is not False and value is not None and remat != "offload":
         conversion.set("model.remat", "full")
+
+
+def _offload_inputs(conversion: Conversion, value: Any) -> None:
+    if value is not False and value is not None:
+        conversion.set("model.remat", "offload")
 
 
 def _set_data(conversion: Conversion) -> None:

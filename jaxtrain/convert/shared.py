@@ -38,6 +38,16 @@ def _optimizer(conversion: Conversion, value: Any) -> None:
         conversion.set("optim.offload", True)
 
 
+def _recompute(conversion: Conversion, value: Any) -> None:
+    """Two keys of theirs are one of ours."""
+    keys = ("gradient_checkpointing", "activation_offloading")
+    recompute, offload = (conversion.source.get(key) for key in keys)
+    if offload or recompute in ("unsloth", "offload", "offload_disk"):
+        conversion.set("model.remat", "offload")
+    elif recompute:
+        conversion.set("model.remat", "full")
+
+
 def _bf16(conversion: Conversion, value: Any) -> None:
     if value in (True, "auto", "full", "true"):
         conversion.set("model.compute_dtype", "bfloat16")

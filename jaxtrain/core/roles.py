@@ -36,6 +36,7 @@ from jaxtrain.core.weights import (
     split_trained,
     start_adapter,
 )
+from jaxtrain.distributed.mesh import HOST_MEMORY
 from jaxtrain.models.parameters import Params, Rebuild
 
 Weights = Literal["trained", "own", "start", "moving", "bare"]
@@ -57,6 +58,9 @@ class Role:
     """Whether the loss receives this model; False for one that only `Task.prepare` uses."""
     dtype: str | None = None
     """Storage dtype of floats in a copy of the start; None: that of the trained model."""
+    on_host: bool = False
+    """Whether weights that only `Task.prepare` uses wait in pinned memory of the hosts, and are
+    copied to the devices for each use; of own and start."""
     tables: Callable[[], Mapping[str, Any]] | None = None
     """For the trained role: return {path: array} of tables that depend on the data; called on every
     process when a run begins."""
@@ -83,7 +87,7 @@ class Roles:
             match role.weights:
                 case "own":
                     role_shapes, self._rebuild[name] = abstract_params(role.bundle)
-                    self.frozen_shapes |= prefix(name, role_shapes)
+                    self.frozen_shapes |= prefix(name, move_shapes(role_shapes, role.on_host))
                 case "start":
                     stored: dict[str, Any] = {
                         path: jax.ShapeDtypeStruct(
@@ -91,7 +95,7 @@ class Roles:
                         )
                         for path, shape in self.trained_shapes.items()
                     }
-                    self.frozen_shapes |= prefix(name, stored)
+                    self.frozen_shapes |= prefix(name, move_shapes(stored, role.on_host))
                 case "moving":
                     self.copy_shapes |= prefix(name, self.trained_shapes)
                 case "bare":
@@ -123,9 +127,10 @@ class Roles:
         for name, role in self.roles.items():
             match role.weights:
                 case "own":
-                    frozen |= prefix(name, open_params(role.bundle, seed))
+                    frozen |= prefix(name, _rest(open_params(role.bundle, seed), role))
                 case "start":
-                    frozen |= prefix(name, self._copy(start, role.dtype, donated=trained))
+                    copy = self._copy(start, role.dtype, donated=trained)
+                    frozen |= prefix(name, _rest(copy, role))
                 case "moving" if trained:
                     # The step donates the state, two leaves of which must not share a buffer.
                     copies |= prefix(name, jax.tree.map(jnp.copy, start))
@@ -228,8 +233,11 @@ class ModelSnapshot:
     step: int
 
     def params(self, role: str | None = None) -> Params:
-        """Return the parameters of a role, by default the trained one."""
-        return self.roles.params(role or self.roles.trained, self.weights)
+        """Return the parameters of a role on the devices, by default the trained one's. Those of a
+        role on the host are copied by each call, and freed when the caller drops them."""
+        role = role or self.roles.trained
+        params = self.roles.params(role, self.weights)
+        return move(params, "device") if self.roles.roles[role].on_host else params
 
     def model(self, role: str | None = None) -> Any:
         """Build the role's model around its parameters."""
@@ -244,3 +252,27 @@ def stored_as(dtype: Any, storage_dtype: str | None) -> Any:
 def prefix(role: str, params: Params) -> Params:
     """Put parameters behind the role's name, as they are stored among those of all roles."""
     return {f"{role}/{path}": value for path, value in params.items()}
+
+
+def move(params: Params, memory: str) -> Params:
+    """Copy parameters to another kind of memory, "device" or HOST_MEMORY, each where it lies."""
+    return {
+        path: jax.device_put(value, value.sharding.with_memory_kind(memory))
+        for path, value in params.items()
+    }
+
+
+def _rest(params: Params, role: Role) -> Params:
+    return move(params, HOST_MEMORY) if role.on_host else params
+
+
+def move_shapes(shapes: Mapping[str, Any], on_host: bool) -> dict[str, Any]:
+    """Return shapes as `move` places their parameters, if they lie on the host."""
+    if not on_host:
+        return dict(shapes)
+    return {
+        path: jax.ShapeDtypeStruct(
+            shape.shape, shape.dtype, sharding=shape.sharding.with_memory_kind(HOST_MEMORY)
+        )
+        for path, shape in shapes.items()
+    }

@@ -23,12 +23,13 @@ from jaxtrain.batch import Batch
 from jaxtrain.core.losses.balance import LOADS, count_real
 from jaxtrain.core.optimizer import AverageState, clip, gradient_point
 from jaxtrain.distributed.feed import feed, to_host
+from jaxtrain.distributed.mesh import HOST_MEMORY, require_host_memory
 from jaxtrain.distributed.sharding import fit
 from jaxtrain.errors import UserError
 from jaxtrain.layers.noise import row_rng_bits
 from jaxtrain.models.parameters import Params
 
-HOST, SPACE = "pinned_host", jax.memory.Space
+SPACE = jax.memory.Space
 
 
 class State(NamedTuple):
@@ -98,7 +99,7 @@ def abstract_state(
     replicated = jax.sharding.NamedSharding(sample.mesh, jax.sharding.PartitionSpec())
 
     if offload:
-        require_host_memory(sample.mesh)
+        require_host_memory(sample.mesh, "optim.offload")
 
     def place_slot(path, slot):
         names = [str(getattr(part, "key", "")) for part in path]
@@ -107,7 +108,7 @@ def abstract_state(
             sharding = replicated
         else:
             sharding = fit(owner.sharding, slot.shape)
-            sharding = sharding.with_memory_kind(HOST) if offload else sharding
+            sharding = sharding.with_memory_kind(HOST_MEMORY) if offload else sharding
         return jax.ShapeDtypeStruct(slot.shape, slot.dtype, sharding=sharding)
 
     slots = jax.eval_shape(optimizer.init, params)
@@ -118,17 +119,6 @@ def abstract_state(
         "opt_state": jax.tree_util.tree_map_with_path(place_slot, slots),
     }
     return State.of_tree({**tree, **(copies or {})})
-
-
-def require_host_memory(mesh: jax.sharding.Mesh) -> None:
-    """Raise UserError where a device cannot reach pinned memory of its host."""
-    for device in mesh.devices.flat:
-        kinds = [memory.kind for memory in device.addressable_memories()]
-        if HOST not in kinds:
-            raise UserError(
-                f"optim.offload needs devices that reach pinned memory of their host;"
-                f" {device.device_kind} has {', '.join(kinds)}: remove it"
-            )
 
 
 def init_state(

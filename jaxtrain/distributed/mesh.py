@@ -21,6 +21,8 @@ Device: TypeAlias = Any
 """A jax.Device, which jax declares as a variable."""
 
 AXES = ("data", "fsdp", "expert", "context", "tensor")
+HOST_MEMORY = "pinned_host"
+"""The kind of memory of a host that its devices copy from and to by themselves."""
 
 
 def resolve_sizes(sizes: Mapping[str, int], num_devices: int) -> dict[str, int]:
@@ -99,6 +101,17 @@ def split_devices(reserved: int, key: str = "rollout.devices") -> tuple[list[Dev
             " must be left to train on"
         )
     return devices[:-reserved], devices[-reserved:]
+
+
+def require_host_memory(mesh: Mesh, key: str) -> None:
+    """Raise UserError, naming `key`, where a device cannot reach pinned memory of its host."""
+    for device in mesh.devices.flat:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+        if HOST_MEMORY not in kinds:
+            raise UserError(
+                f"{key} needs devices that reach pinned memory of their host;"
+                f" {device.device_kind} has {', '.join(kinds)}: remove it"
+            )
 
 
 def is_main_process() -> bool:

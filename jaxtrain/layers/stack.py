@@ -17,9 +17,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
 from jaxtrain_kernels import Context
 from jaxtrain_kernels.mosaic import device_kind
 
+from jaxtrain.distributed.mesh import HOST_MEMORY
 from jaxtrain.distributed.sharding import constrain
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Linear
@@ -46,16 +48,24 @@ SAVE_DOTS = jax.checkpoint_policies.save_from_both_policies(
 SAVE_ATTENTION = jax.checkpoint_policies.save_only_these_names(
     "attention_out", "attention_lse", "mla_latent", "moe_out"
 )
+OFFLOAD, BLOCK_INPUT = "offload", "block_input"
 REMAT: dict[str, Callable[..., Any] | None] = {
     "none": None,
     "elementwise": jax.checkpoint_policies.save_from_both_policies(SAVE_DOTS, SAVE_ATTENTION),
     "dots": SAVE_DOTS,
     "save_attention": SAVE_ATTENTION,
     "full": jax.checkpoint_policies.nothing_saveable,
+    OFFLOAD: jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[BLOCK_INPUT],
+        offload_src="device",
+        offload_dst=HOST_MEMORY,
+    ),
 }
 """Checkpoint policies by config value: save everything; matmul results and attention outputs;
-matmul results; attention outputs; only the input of each block. The backward pass recomputes the
-rest. Attention's backends, adapters and the Linears of a scan name their results accordingly."""
+matmul results; attention outputs; only the input of each block; that input in the memory of the
+host. The backward pass recomputes the rest. Attention's backends, adapters, the Linears of a scan
+and blocks name their results accordingly."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,6 +253,9 @@ class Stack(nnx.Module):
 
         def run(x_BTD, params, layer_inputs, state, imported, graphdef, spec):
             (extra, experts, number), params = layer_inputs, take_slices(params)
+            if self.remat == OFFLOAD and cache is None:
+                # Before anything else reads it, or the block's own input would be saved as well.
+                x_BTD = checkpoint_name(x_BTD, BLOCK_INPUT)
             x_BTD = constrain(x_BTD, "rows", "sequence", "features")
             block = nnx.merge(graphdef, params)
             if inputs.rng_bits is not None:

@@ -305,6 +305,22 @@ def test_optimizers_in_8_bits_and_paged_ones_keep_what_they_save():
     assert conversion.table["optim"] == {"name": "adamw", "moments": "int8", "offload": True}
 
 
+@pytest.mark.parametrize(
+    ("source", "remat"),
+    [
+        ({"gradient_checkpointing": True}, "full"),
+        ({"gradient_checkpointing": False}, None),
+        ({"gradient_checkpointing": "offload"}, "offload"),
+        ({"activation_offloading": True, "gradient_checkpointing": True}, "offload"),
+        ({"gradient_checkpointing": True, "activation_offloading": False}, "full"),
+    ],
+)
+def test_checkpointing_and_offloading_are_one_key(source, remat):
+    conversion = Conversion(source)
+    conversion.run(trl.RULES, source)
+    assert conversion.table.get("model", {}).get("remat") == remat and not conversion.missed
+
+
 def test_values_without_counterpart_are_told():
     conversion = Conversion({})
     conversion.run(trl.RULES, {"optim": "galore_adamw", "lr_scheduler_type": "polynomial"})

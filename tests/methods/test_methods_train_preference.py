@@ -301,6 +301,26 @@ def test_a_run_goes_on_and_a_kept_reference_is_the_reference(config, tmp_path, c
 
 
 @pytest.mark.slow
+def test_a_reference_on_the_host_and_offloaded_inputs_change_no_bit(config, tmp_path, capsys):
+    steps = {}
+    for place in ("device", "host"):
+        words = [f"parallel.frozen={place}", "parallel.fsdp=2", "parallel.data=2", "run.max_steps=2"]
+        words += ["model.remat=offload"] if place == "host" else ["model.remat=full"]
+        lines = run(config, tmp_path / place, *words)
+        steps[place] = [(line["loss"], line["grad_norm"]) for line in lines]
+    assert steps["host"] == steps["device"]
+    assert "moves nothing" not in capsys.readouterr().err
+    lora = ["parallel.frozen=host", "adapter.kind=lora", "run.max_steps=1"]
+    run(config, tmp_path / "lora", *lora)  # its reference is the model without the adapter
+    assert 'parallel.frozen "host" moves nothing' in capsys.readouterr().err
+    arguments = ["--config", str(config), f"run.output_dir={tmp_path / 'dry'}", "--dry-run"]
+    assert main([*arguments, "parallel.frozen=host"]) == 0
+    output = capsys.readouterr().out
+    assert "other models, GiB of host memory per device" in output
+    assert "other models, GiB per device" not in output
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "words",
     [

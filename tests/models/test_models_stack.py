@@ -59,6 +59,29 @@ def test_scan_equals_unrolled_and_remat_changes_nothing(x64):
             np.testing.assert_allclose(actual_values, grad, rtol=1e-9, atol=1e-11)
 
 
+@pytest.mark.parametrize("scan", [True, False])
+def test_offloaded_inputs_of_blocks_are_all_that_is_saved(scan):
+    """What a GPU's program keeps from the forward pass: the inputs of the blocks, in host memory;
+    each is written once and read once, by the function that all layers share."""
+    config = families.config_from_hf({**RAW["qwen3"], "num_hidden_layers": 3})
+    batch = pack([documents(0, 11, 6)], 20)
+    graphdef, state = nnx.split(build.init(config, 0, scan_layers=scan, remat="offload"))
+
+    def loss(state):
+        return nnx.merge(graphdef, state).hidden(batch).hidden.astype(jnp.float32).sum()
+
+    traced = jax.jit(jax.grad(loss)).trace(state)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    copies = [line for line in text.splitlines() if "annotate_device_placement" in line]
+    to_host = [line for line in copies if "pinned_host" in line]
+    assert len(to_host) == len(copies) / 2 == 1
+    if scan:  # it stacks what it saves of its three layers
+        stacked = [
+            line for line in text.splitlines() if "dynamic_update_slice" in line and "<3x1x20" in line
+        ]
+        assert len(stacked) == 1, stacked
+
+
 def test_unknown_remat_is_refused():
     with pytest.raises(UserError, match="save_attention"):
         build.abstract(families.config_from_hf(RAW["qwen3"]), remat="everything")

@@ -23,7 +23,6 @@ from jaxtrain_vllm.cuda_driver import CudaError
 SMALL_BYTES = 2**26
 """A stack up to this size is processed in one call."""
 BLOCK_BYTES = 2**27
-PINNED = "pinned_host"
 ROOM, LEAST_ROOM = 16, 1024
 """At most one change in ROOM items (or LEAST_ROOM changes) is fetched from the device; if there are
 more, the whole array is."""
@@ -215,9 +214,9 @@ def _to_pinned(array: Any) -> Any:
     """Start a copy to pinned host memory, which the device writes directly and numpy reads in
     place."""
     [device] = array.devices()
-    if device.platform == "cpu" or PINNED not in {m.kind for m in device.addressable_memories()}:
+    if device.platform == "cpu" or HOST_MEMORY not in {m.kind for m in device.addressable_memories()}:
         return array
-    return jax.device_put(array, jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED))
+    return jax.device_put(array, jax.sharding.SingleDeviceSharding(device, memory_kind=HOST_MEMORY))
 
 
 def _without_names(op: TensorOp) -> TensorOp:

@@ -117,7 +117,7 @@ def matmul_seconds(work: StepWork, tokens: float, device: Device) -> float:
 def mixing_seconds(
     work: StepWork, rows: StepRows, shards: int, mesh: Sizes, device: Device
 ) -> float:
-    again = 1.0 if work.remat == "full" else 0.0
+    again = 1.0 if work.remat in ("full", "offload") else 0.0
     flops = work.mixing(rows.tokens) * rows.rows * shards / mesh.devices
     return (1.0 + BACKWARD + again) * flops / (MIXING_SHARE * device.tflops * 1e12)
 
@@ -242,6 +242,7 @@ def memory(work: StepWork, mesh: Sizes, rows: StepRows, buffer: float) -> dict[s
         "dots": outputs,
         "save_attention": states + mixed,
         "full": states,
+        "offload": 0.0,
     }[work.remat]
     one_layer = 0.0 if work.remat == "none" else LAYER_FACTOR * outputs / work.layers
     gathered = 0.0
