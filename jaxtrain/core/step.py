@@ -25,7 +25,6 @@ from jaxtrain.core.optimizer import AverageState, clip, gradient_point
 from jaxtrain.distributed.feed import feed, to_host
 from jaxtrain.distributed.mesh import HOST_MEMORY, require_host_memory
 from jaxtrain.distributed.sharding import fit
-from jaxtrain.errors import UserError
 from jaxtrain.layers.noise import row_rng_bits
 from jaxtrain.models.parameters import Params
 

@@ -73,7 +73,9 @@ class StepReader:
         """Whether a draft trains, whose steps may run its target, too."""
         if self.guesses:
             for name, role in roles.roles.items():
-                model = roles.rebuild(name)(jax.tree.map(shape, roles.params(name, snapshot.weights)))
+                model = roles.rebuild(name)(
+                    jax.tree.map(shape, roles.params(name, snapshot.weights))
+                )
                 if role.in_loss and name != roles.trained and hasattr(model, "stack"):
                     self.draft_targets.append((model.stack, count_matmul_params(model.stack)))
         else:

@@ -304,7 +304,12 @@ def test_a_run_goes_on_and_a_kept_reference_is_the_reference(config, tmp_path, c
 def test_a_reference_on_the_host_and_offloaded_inputs_change_no_bit(config, tmp_path, capsys):
     steps = {}
     for place in ("device", "host"):
-        words = [f"parallel.frozen={place}", "parallel.fsdp=2", "parallel.data=2", "run.max_steps=2"]
+        words = [
+            f"parallel.frozen={place}",
+            "parallel.fsdp=2",
+            "parallel.data=2",
+            "run.max_steps=2",
+        ]
         words += ["model.remat=offload"] if place == "host" else ["model.remat=full"]
         lines = run(config, tmp_path / place, *words)
         steps[place] = [(line["loss"], line["grad_norm"]) for line in lines]

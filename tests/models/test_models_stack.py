@@ -77,7 +77,9 @@ def test_offloaded_inputs_of_blocks_are_all_that_is_saved(scan):
     assert len(to_host) == len(copies) / 2 == 1
     if scan:  # it stacks what it saves of its three layers
         stacked = [
-            line for line in text.splitlines() if "dynamic_update_slice" in line and "<3x1x20" in line
+            line
+            for line in text.splitlines()
+            if "dynamic_update_slice" in line and "<3x1x20" in line
         ]
         assert len(stacked) == 1, stacked
 

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.distributed.feed import to_host
+from jaxtrain.distributed.mesh import HOST_MEMORY
 from jaxtrain.generation.weight_sync.device_image import DeviceRows
 from jaxtrain.generation.weight_sync.host_image import DeviceChange
 from jaxtrain.huggingface.ops import Index, ParameterEntry, SplitPiece, StackedOps, TensorOp
@@ -214,7 +215,9 @@ def _to_pinned(array: Any) -> Any:
     """Start a copy to pinned host memory, which the device writes directly and numpy reads in
     place."""
     [device] = array.devices()
-    if device.platform == "cpu" or HOST_MEMORY not in {m.kind for m in device.addressable_memories()}:
+    if device.platform == "cpu" or HOST_MEMORY not in {
+        m.kind for m in device.addressable_memories()
+    }:
         return array
     return jax.device_put(array, jax.sharding.SingleDeviceSharding(device, memory_kind=HOST_MEMORY))
 
