@@ -275,7 +275,7 @@ def write_steps(
         DatasetConfig(path="reward"), open_writer(tokenizer).tokenizer, DataConfig(), separator
     )
     try:
-        before, tokens, _ = reader.read(Row({"prompt": prompt, "completions": steps}))
+        before, _, tokens, _ = reader.read(Row({"prompt": prompt, "completions": steps}))
     except MalformedRow:
         return [], []
     ends, end = [], len(before) - 1
