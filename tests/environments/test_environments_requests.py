@@ -109,11 +109,11 @@ def test_requests_of_tokens_are_checked_too(server, change, words):
 
 
 def test_what_changes_nothing_is_named_once(server):
-    body = {"messages": [{**ASK, "refusal": "no"}], "user": "me", "store": None}
+    body = {"messages": [{**ASK, "annotations": ["a link"]}], "user": "me", "store": None}
     answers, _ = ask(server, body, body)
     assert [status for status, _ in answers] == [200, 200]
     told = [line.rpartition("does not read ")[2] for line in server.lines]
-    assert told.count("user") == 1 and told.count("message key 'refusal'") == 1
+    assert told.count("user") == 1 and told.count("message key 'annotations'") == 1
     assert not any("store" in line for line in told)
 
 
