@@ -210,14 +210,11 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
         yield from find_launch_conflicts(config)
     if rollout.engine == "sglang":
         yield from find_sglang_conflicts(rollout)
-        drawn = {
-            "sampling": sampling,
-            **{f"eval.sets.{i}": s for i, s in enumerate(config.eval.sets)},
-        }
-        for place, section in drawn.items():
+        sections = {f"eval.sets.{index}": entry for index, entry in enumerate(config.eval.sets)}
+        for key, section in {"sampling": sampling, **sections}.items():
             if section.structured_outputs is not None and section.structured_outputs.choice:
                 yield (
-                    f"{place}.structured_outputs.choice: SGLang takes json_schema or regex; write"
+                    f"{key}.structured_outputs.choice: SGLang takes json_schema or regex; write"
                     ' the texts as regex = "(yes|no)"'
                 )
     if rollout.engine != "local" and rollout.local.model_dump(exclude_defaults=True):

@@ -9,6 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxtrain.data.chat.messages import SYSTEM_ROLES
 from jaxtrain.data.sources.calculator import SYSTEM, TOOLS
 from jaxtrain.environments.conversation import ChatRules, Conversation
 from jaxtrain.environments.token_history import TurnTemplate
@@ -152,7 +153,7 @@ def read_questions(row: Mapping[str, Any]) -> tuple[list[Any], list[Any]]:
     gets the default one. The policy writes everything else."""
     messages = row.get("messages") or []
     questions = [message for message in messages if message.get("role") == "user"]
-    system = [message for message in messages if message.get("role") == "system"]
+    system = [message for message in messages if message.get("role") in SYSTEM_ROLES]
     if not questions:
         raise UserError(
             "env.kind calculator needs rows with messages, one of them the user's, as those of"

@@ -62,9 +62,9 @@ class PromptRows:
         row = self.rows[index]
         if isinstance(row, UnreadableRow):
             return UnreadableRow(row.reason, self.origin(index)), ()
-        columns = Row(row, **self.dataset.reading)
-        columns.images = open_row_images(self.images, self.origin(index))
         try:
+            columns = Row(row, **self.dataset.reading)
+            columns.images = open_row_images(self.images, self.origin(index))
             normalized = normalize_row(columns)
             if self._has_too_many(columns.images):
                 raise MalformedRow(TOO_MANY_PATCHES)

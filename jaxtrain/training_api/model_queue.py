@@ -219,7 +219,10 @@ class ModelQueue:
                 " system may have killed them for memory); it is left closed, and other models go"
                 f" on. To try again, say on a larger machine, remove {file}"
             )
-        write_atomically(file, str(ended + 1))
+        try:
+            write_atomically(file, str(ended + 1))
+        except OSError as error:  # a full disk: the model is needed all the same
+            print(f"{file} cannot be written: {error}", file=sys.stderr)
 
     def _leave(self) -> None:
         if self.operations.model is not None:

@@ -124,7 +124,8 @@ class WeightsStore:
         with self._renaming:
             if not folder.exists() and old.exists():  # killed between two renames
                 os.replace(old, folder)
-        saved = self._read(folder)
+            # Within the lock: between the two renames of `save` there is nothing to read.
+            saved = self._read(folder)
         return None if saved is None or saved.expired else saved
 
     def _read(self, folder: Path) -> Saved | None:

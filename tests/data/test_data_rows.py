@@ -143,6 +143,20 @@ def test_messages_as_json_are_messages(tokenizer):
     assert "column messages holds messages as Python prints them" in reasons[0]
     [text], _ = read(tokenizer, {"prompt": "[{'a': 1}]", "completion": '[{"a": 1}]'})
     assert text == "[{'a': 1}]⟦[{\"a\": 1}]<|im_end|>⟧"
+    # A row of a rollout that cannot be read is one of those that count as failed.
+    printed = PromptRows([{"prompt": str([ASK])}], DatasetConfig(path="x"), "data").read(0)[0]
+    assert "as Python prints them" in printed.reason
+    # The column of env.prompt_column, too.
+    assert read_prompt(Row({"ask": asked}), "ask").value == [ASK]
+    assert normalize_row(Row({"ask": asked}), "ask") == {"ask": [ASK]}
+
+
+def test_json_that_is_asked_about_is_a_text():
+    talk = json.dumps([ASK])
+    assert read_prompt(Row({"instruction": "Sum up.", "input": talk})).value == f"Sum up.\n\n{talk}"
+    formats = {"prompt": "Sum up: {messages}"}
+    assert read_prompt(Row({"messages": talk}, column_formats=formats)).value == f"Sum up: {talk}"
+    assert read_prompt(Row({"prompt": talk}, column_formats={"prompt": "{prompt}"})).value == talk
 
 
 def test_an_answer_at_the_end_of_a_prompt_is_reported(tokenizer):

@@ -50,6 +50,15 @@ def test_the_truth_is_what_a_model_that_says_it_would_have_drawn(tmp_path, token
     assert count_prompt(truth) == count_prompt(drawn) and truth.given
 
 
+def test_the_truth_has_the_prompt_of_a_developer_message(tmp_path, tokenizer):
+    """It is a system message, before which env.system does not stand."""
+    asked = [{"role": "developer", "content": "RULES"}, {"role": "user", "content": "Where?"}]
+    rows = open_rows(tmp_path, [{"prompt": asked, "ground_truth": "Here."}])
+    truth = make(rows, tokenizer, system="Be brief.")(PromptRequest(0, 0, rows[0]))
+    drawn = play(open_env(EnvConfig(system="Be brief."), tokenizer), rows[0], ["Here."], tokenizer)
+    assert truth.tokens == drawn.tokens
+
+
 def test_each_prompt_has_a_budget_of_its_own(tmp_path, tokenizer):
     """max(64, min(int(1.5 n), cap)) of its own truth, not of the longest one of a call; and never
     above the cap, for which rows and caches are made."""

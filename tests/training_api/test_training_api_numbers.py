@@ -1,6 +1,7 @@
 """The numbers of the training API against a run's own step, closed forms and torch."""
 
 import copy
+import gc
 import weakref
 
 import jax
@@ -22,7 +23,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.training_api import wire
 from jaxtrain.training_api.optimizer import read_numbers
 from jaxtrain.training_api.requests import read_request, read_tensor
-from jaxtrain.training_api.trainer import LoRA, TrainedModel, name_metrics
+from jaxtrain.training_api.trainer import MAX_KINDS, LoRA, TrainedModel, name_metrics
 
 ADAM = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
@@ -105,6 +106,15 @@ def test_adapters_over_a_quantized_base_are_those_over_what_it_stands_for(base):
         for values, numbers in zip(logprobs, expected, strict=True):
             np.testing.assert_allclose(values, numbers, atol=1e-5)
         assert metrics["loss:sum"] == pytest.approx(expected_metrics["loss:sum"], rel=1e-5)
+
+
+def test_few_kinds_of_models_stay_that_no_model_needs(base):
+    needed = base.kind(LoRA(1))
+    for rank in range(2, 2 + 2 * MAX_KINDS):
+        base.kind(LoRA(rank))
+    gc.collect()
+    assert {lora.rank for lora in base._kinds if lora.rank > 1} >= {2 * MAX_KINDS, 1 + 2 * MAX_KINDS}
+    assert len(base._kinds) < 2 * MAX_KINDS and base.kind(LoRA(1)) is needed
 
 
 def forward(model, data, loss="cross_entropy", settings=None):

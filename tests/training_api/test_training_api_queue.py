@@ -192,6 +192,21 @@ def test_a_model_that_ends_every_server_while_it_is_brought_back_is_set_aside(
     assert f"remove {counted}" in capsys.readouterr().err and len(counts) == 2
 
 
+def test_a_full_disk_does_not_keep_a_model_closed(tmp_path, thread, monkeypatch, capsys):
+    def fail(*args):
+        raise OSError(28, "no space left")
+
+    async def run():
+        queue = open_queue(tmp_path, thread)
+        monkeypatch.setattr(model_queue, "write_atomically", fail)
+        queue.start()
+        assert await answer(queue, 0, "create_model") == {"total": 0}
+        await queue.close()
+
+    asyncio.run(run())
+    assert "opening cannot be written: [Errno 28] no space left" in capsys.readouterr().err
+
+
 def test_a_full_disk_delays_a_request_that_is_run_again(tmp_path, thread, monkeypatch, capsys):
     monkeypatch.setattr(model_queue, "RETRY_SECONDS", 0.01)
     journal, payload = Journal(tmp_path / "requests.log"), b"0"

@@ -9,15 +9,15 @@
 | tools                  | `tools`, `functions`                                                 |
 | keywords of a template | `chat_template_kwargs`                                               |
 
-A conversation may be its JSON, as in CSV files. Two columns of a line that say different things
-make a row malformed, and so do videos, audio and,
-unless the method reads them, images beside a conversation. Columns that nobody asked for are
-`Row.unread`.
+A conversation may be its JSON, as in CSV files, but not in an `input` beside an `instruction`, which
+is a text. Two columns of a line that say different things make a row malformed, and so do videos,
+audio and, unless the method reads them, images beside a conversation. Columns that nobody asked for
+are `Row.unread`.
 """
 
 import itertools
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
 from typing import Any, NamedTuple
@@ -52,6 +52,7 @@ CONTEXT = ("system", "history", *TOOLS, "chat_template_kwargs")
 TALKS = {*PROMPTS, "completion", "chosen", "rejected"}
 """Columns that hold a text or messages."""
 JSON_TALK = re.compile(r"\s*\[\s*\{\s*[\"']")
+"""How messages begin that are written as JSON, or as Python prints them."""
 IMAGES = ("images", "image")
 """Columns of images, where a reader takes them."""
 RESERVED = {"messages", "conversation", "tools", "chat_template", "add_generation_prompt"} | {
@@ -103,11 +104,13 @@ class Row:
         }
         self.original = row
         self.columns = {**row, **{name: row[column] for name, column in self.renamed.items()}}
-        for name in TALKS & self.columns.keys():
-            self.columns[name] = self._parse(name, self.columns[name])
         self._read: set[str] = set()
+        # Before messages are parsed: a format writes the text that a column has.
         written = {name: self._write(value) for name, value in (column_formats or {}).items()}
         self.columns = {k: v for k, v in self.columns.items() if k not in self._read} | written
+        # An instruction's input is what it is about, which may be a conversation as a text.
+        texts = {"input", *written} if "instruction" in self else written.keys()
+        self.parse(TALKS.difference(texts))
         self._notes: set[str] = set()
 
     def __contains__(self, name: str) -> bool:
@@ -174,6 +177,12 @@ class Row:
         roles = SYSTEM_ROLES if self.drops_system else ()
         messages = [*itertools.dropwhile(lambda message: message["role"] in roles, messages)]
         return [*map(split_thinking, messages)] if self.splits else messages
+
+    def parse(self, names: Iterable[str]) -> None:
+        """Put messages in the place of their JSON in some columns. Raises MalformedRow for messages
+        as Python prints them."""
+        for name in self.columns.keys() & names:
+            self.columns[name] = self._parse(name, self.columns[name])
 
     def _parse(self, name: str, value: Any) -> Any:
         """Return the messages whose JSON a text is, other values as they are."""
@@ -307,6 +316,7 @@ class Row:
         Answers at the end of messages are left out, because they are not the policy's. A text
         stays one unless the row has a system message, a history or images.
         """
+        self.parse({column}.difference(PROMPTS))
         name = next((name for name in (column, *PROMPTS) if name in self), None)
         if name is None:
             return None
@@ -433,6 +443,7 @@ def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
 
     Raises MalformedRow.
     """
+    row.parse({column}.difference(PROMPTS))
     columns, images = dict(row.columns), row.images
     for name in {column, *PROMPTS}:
         if is_conversation(columns.get(name), row.fields):

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxtrain.config import DatasetConfig, EnvConfig
-from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow
 from jaxtrain.data.chat.rows import MESSAGES
 from jaxtrain.data.chat.template import end_of_turn_ids
 from jaxtrain.data.chat.tokenize import RowTokenizer
@@ -157,7 +157,7 @@ class GroundTruths:
         if self.raw:
             return {"prompt": prompt, "completion": row["ground_truth"]}
         messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
-        if self.system is not None and messages[0].get("role") != "system":
+        if self.system is not None and messages[0].get("role") not in SYSTEM_ROLES:
             messages = [{"role": "system", "content": self.system}, *messages]
         context = {name: row[name] for name in ("tools", "chat_template_kwargs") if row.get(name)}
         return {"messages": [*messages, row[ANSWER], *remaining], **context}
