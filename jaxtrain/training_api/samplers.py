@@ -16,15 +16,13 @@ import jax
 
 from jaxtrain.generation.engine import Completion, Likely
 from jaxtrain.generation.local.engine import LocalEngine
-from jaxtrain.generation.local.shared_base import AdapterLayout, lay_out
+from jaxtrain.generation.local.shared_base import LayoutCache, lay_out
 from jaxtrain.generation.local.slots import unstack
-from jaxtrain.training_api.trainer import LoRA, ModelKind
+from jaxtrain.training_api.trainer import ModelKind
 from jaxtrain.training_api.weights_store import WeightsStore
 
 CACHE_SIZE = 4
 """Sets of weights that stay in memory after they were saved or read."""
-MAX_LAYOUTS = 8
-"""Kinds of adapters whose layouts, with their programs, stay in memory."""
 UNKNOWN = "?"
 """No path: the engine's weights while they are replaced."""
 
@@ -39,7 +37,7 @@ class Samplers:
         """Path of the weights that the engine holds; None: the base; UNKNOWN."""
         self._base = engine.sampler.model
         self._cache: OrderedDict[str, tuple[ModelKind, Any]] = OrderedDict()
-        self._layouts: OrderedDict[LoRA, AdapterLayout] = OrderedDict()
+        self._layouts = LayoutCache()
         self._waiting: deque[tuple[int, str | None]] = deque()
         self._tickets, self._versions = itertools.count(), itertools.count(1)
         self._running = 0
@@ -102,12 +100,10 @@ class Samplers:
             build = kind.roles.rebuild(kind.roles.trained)
             if not kind.lora.rank:
                 return unstack(build(params))
-            if kind.lora not in self._layouts:
-                self._layouts[kind.lora] = lay_out(build, params, kind.frozen, self._base)
-                if len(self._layouts) > MAX_LAYOUTS:
-                    self._layouts.popitem(last=False)
-            self._layouts.move_to_end(kind.lora)
-            return self._layouts[kind.lora].assemble(params, kind.frozen)
+            layout = self._layouts.get(
+                kind.lora, lambda: lay_out(build, params, kind.frozen, self._base)
+            )
+            return layout.assemble(params, kind.frozen)
 
 
 class PathEngine:

@@ -113,7 +113,10 @@ def test_few_kinds_of_models_stay_that_no_model_needs(base):
     for rank in range(2, 2 + 2 * MAX_KINDS):
         base.kind(LoRA(rank))
     gc.collect()
-    assert {lora.rank for lora in base._kinds if lora.rank > 1} >= {2 * MAX_KINDS, 1 + 2 * MAX_KINDS}
+    assert {lora.rank for lora in base._kinds if lora.rank > 1} >= {
+        2 * MAX_KINDS,
+        1 + 2 * MAX_KINDS,
+    }
     assert len(base._kinds) < 2 * MAX_KINDS and base.kind(LoRA(1)) is needed
 
 

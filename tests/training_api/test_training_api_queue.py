@@ -11,6 +11,7 @@ import pytest
 
 from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.errors import UserError
+from jaxtrain.generation.local.shared_base import MAX_LAYOUTS
 from jaxtrain.training_api import model_queue
 from jaxtrain.training_api import samplers as samplers_module
 from jaxtrain.training_api.futures import Entry
@@ -433,7 +434,7 @@ def test_layouts_of_few_kinds_of_adapters_stay(thread, monkeypatch):
         samplers.keep(str(rank), kind, rank)
         assert samplers._open(str(rank)) == rank
     assert laid_out == [*range(1, 31), 1]
-    assert len(samplers._layouts) == samplers_module.MAX_LAYOUTS
+    assert len(samplers._layouts.by_kind) == MAX_LAYOUTS
 
 
 def test_weights_that_take_the_name_of_deleted_ones_are_set(thread):

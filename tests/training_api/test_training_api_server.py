@@ -221,8 +221,8 @@ def test_samples_have_the_log_probs_that_forward_gives(server):
     # The base is not laid out again for each kind of adapter.
     samplers = server.api.samplers
     shared, _ = split_model(samplers._base)
-    assert samplers._layouts
-    for laid_out, _, _ in samplers._layouts.values():
+    assert samplers._layouts.by_kind
+    for laid_out, _, _ in samplers._layouts.by_kind.values():
         assert all(shared[path] is value for path, value in laid_out.items())
 
 
@@ -419,7 +419,7 @@ def test_adapters_over_a_quantized_base_are_trained_and_sampled(tmp_path):
         assert "rank 0 trains all weights" in refused["error"] and "int8" in refused["error"]
         # The quantized arrays are shared, not laid out again.
         shared, _ = split_model(server.api.samplers._base)
-        ((laid_out, _, _),) = server.api.samplers._layouts.values()
+        ((laid_out, _, _),) = server.api.samplers._layouts.by_kind.values()
         assert all(shared[path] is value for path, value in laid_out.items())
     finally:
         server.stop()

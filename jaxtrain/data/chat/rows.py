@@ -9,10 +9,10 @@
 | tools                  | `tools`, `functions`                                                 |
 | keywords of a template | `chat_template_kwargs`                                               |
 
-A conversation may be its JSON, as in CSV files, but not in an `input` beside an `instruction`, which
-is a text. Two columns of a line that say different things make a row malformed, and so do videos,
-audio and, unless the method reads them, images beside a conversation. Columns that nobody asked for
-are `Row.unread`.
+A conversation may be its JSON, as in CSV files, but not in an `input` beside an `instruction`. Two
+columns of a line that say different things make a row malformed, and so do videos, audio and,
+unless the method reads them, images beside a conversation. Columns that nobody asked for are
+`Row.unread`.
 """
 
 import itertools

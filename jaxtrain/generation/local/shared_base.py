@@ -4,6 +4,7 @@ base, layer by layer ──────────────┬──> model 
 adapter A ── laid out by a program ┘
 """
 
+from collections import OrderedDict
 from collections.abc import Callable, Collection
 from typing import Any, NamedTuple
 
@@ -13,6 +14,8 @@ from jaxtrain.generation.local.slots import unstack
 from jaxtrain.models.parameters import Params, Rebuild, split_model
 
 ADAPTER = ".adapter."
+MAX_LAYOUTS = 8
+"""Kinds of adapters whose layouts, with their programs, stay in memory."""
 
 
 class AdapterLayout(NamedTuple):
@@ -56,6 +59,22 @@ def lay_out(
         if not (ADAPTER in path or path in full)
     }
     return AdapterLayout(base, rebuild, jax.jit(select))
+
+
+class LayoutCache:
+    """The layouts of the MAX_LAYOUTS kinds of adapters that were used last."""
+
+    def __init__(self):
+        self.by_kind: OrderedDict[Any, AdapterLayout] = OrderedDict()
+
+    def get(self, kind: Any, make: Callable[[], AdapterLayout]) -> AdapterLayout:
+        """Return the layout of a kind, which is made if it is not in memory."""
+        if kind not in self.by_kind:
+            self.by_kind[kind] = make()
+            if len(self.by_kind) > MAX_LAYOUTS:
+                self.by_kind.popitem(last=False)
+        self.by_kind.move_to_end(kind)
+        return self.by_kind[kind]
 
 
 def is_alike(first: jax.Array | None, second: jax.Array) -> bool:

@@ -8,7 +8,6 @@ Each name has rows of its own, so requests for several adapters are drawn at onc
 
 import asyncio
 import dataclasses
-from collections import OrderedDict
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -23,15 +22,13 @@ from jaxtrain.environments.endpoint_app import Route, read_json
 from jaxtrain.environments.request_fields import RequestRefused, refuse
 from jaxtrain.errors import UserError
 from jaxtrain.generation.local.engine import LocalEngine
-from jaxtrain.generation.local.shared_base import AdapterLayout, lay_out
+from jaxtrain.generation.local.shared_base import LayoutCache, lay_out
 from jaxtrain.generation.serving.answerer import Answerer, ServedModel
 from jaxtrain.models.parameters import Params
 from jaxtrain.text_safety import show
 
 MAX_TEXT = 4096
 """Characters of a name or a path in a request."""
-MAX_LAYOUTS = 8
-"""Kinds of adapters whose layouts, with their programs, stay in memory."""
 DTYPE = "float32"
 """Dtype of an adapter's matrices, as where its PEFT folder is opened as a model."""
 
@@ -55,7 +52,7 @@ class AdapterLoader:
             )
         self.bundle, self.params, self.base_model = bundle, params, base_model
         self.open_engine = open_engine
-        self._layouts: OrderedDict[Any, AdapterLayout] = OrderedDict()
+        self._layouts = LayoutCache()
 
     def load(self, name: str, folder: str, parent: str) -> ServedModel:
         """Return an adapter as a model; UserError for a folder that is no adapter of the base."""
@@ -68,12 +65,10 @@ class AdapterLoader:
         frozen = {path: self.params[path] for path in frozen_shapes}
         kind = (frozenset(adapter.slots.items()), adapter.full, repr(sorted(adapter.rows.items())))
         with jax.set_mesh(self.bundle.mesh):
-            if kind not in self._layouts:
-                self._layouts[kind] = lay_out(build, trained, frozen, self.base_model, adapter.full)
-                if len(self._layouts) > MAX_LAYOUTS:
-                    self._layouts.popitem(last=False)
-            self._layouts.move_to_end(kind)
-            model = self._layouts[kind].assemble(trained, frozen)
+            layout = self._layouts.get(
+                kind, lambda: lay_out(build, trained, frozen, self.base_model, adapter.full)
+            )
+            model = layout.assemble(trained, frozen)
         return ServedModel(name, self.open_engine(model), "step-0", folder, parent)
 
 
