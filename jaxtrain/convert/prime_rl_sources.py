@@ -50,7 +50,10 @@ def environment(conversion: Conversion, entry: Mapping[str, Any]) -> dict[str, A
 def set_evaluation(conversion: Conversion) -> None:
     """Turn the environments of an evaluation into sets."""
     source = conversion.source
-    evaluation = (source.get("orchestrator") or {}).get("eval") or source.get("eval")
+    outer = source.get("eval")
+    evaluation = (source.get("orchestrator") or {}).get("eval") or outer
+    if outer and evaluation is not outer:
+        conversion.missed.append(("eval", outer, "the sets are those of orchestrator.eval"))
     if not isinstance(evaluation, Mapping):
         return
     sampling = evaluation.get("sampling") or {}

@@ -293,6 +293,11 @@ def test_evaluations_beside_an_orchestrator_are_converted_and_their_servers_name
     conversion = SYSTEMS["prime-rl"].convert(keys)
     assert [entry["name"] for entry in conversion.get("eval.sets")] == ["sort"]
     assert "eval.client" in {key for key, *_ in conversion.missed}
+    inner = {"source": [{"env": {"taskset": {"id": "sum"}}}]}
+    keys["orchestrator"] = {**orchestrator, "eval": inner}
+    conversion = SYSTEMS["prime-rl"].convert(keys)
+    assert [entry["name"] for entry in conversion.get("eval.sets")] == ["sum"]
+    assert [key for key, *_ in conversion.missed] == ["eval"]
 
 
 def test_prime_rl_teachers_and_data():
