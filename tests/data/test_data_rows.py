@@ -164,6 +164,8 @@ def test_an_answer_at_the_end_of_a_prompt_is_reported(tokenizer):
     text, unread = read_rollout(tokenizer, row)
     assert text.endswith("assistant\n") and unread == ("answer at the end of column prompt",)
     assert read_rollout(tokenizer, {"messages": row["prompt"]})[1] == ()
+    dropped = Row({"prompt": [{"role": "system", "content": "s"}]}, drop_system_message=True)
+    assert normalize_row(dropped) == {"prompt": []}
 
 
 def test_a_developer_message_is_a_system_message(tokenizer):

@@ -449,7 +449,7 @@ def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
         if is_conversation(columns.get(name), row.fields):
             chat = row.messages() if name in MESSAGES else row.read_messages(row.get(name))
             assert chat is not None, "is_conversation has seen it"
-            if name not in MESSAGES and chat[-1]["role"] == "assistant":
+            if name not in MESSAGES and chat and chat[-1]["role"] == "assistant":
                 row.ignore(f"answer at the end of column {name}")
             columns[name] = _with_parts(chat, images)
     for name in IMAGES:
