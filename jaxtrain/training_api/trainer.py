@@ -76,10 +76,13 @@ class Base:
         self.bundle = snapshot.roles.bundle
         adapter = self.bundle.adapter
         if adapter is not None and (adapter.slots or adapter.full or adapter.rows):
-            raise UserError(
-                "--train trains adapters on a whole model, and this one is an adapter itself; make"
-                " it whole first (jaxtrain merge)"
-            )
+            cause = "this one is an adapter itself; make it whole first (jaxtrain merge)"
+            if has_new_adapter(snapshot):
+                cause = (
+                    "section adapter begins one on this; remove it, or set only adapter.kind and"
+                    " adapter.quantize"
+                )
+            raise UserError(f"--train trains adapters on a whole model, and {cause}")
         self.quantize: Any = "none" if adapter is None else adapter.quantize
         """Storage of the frozen kernels, as in adapter.quantize."""
         self.params = dict(snapshot.params())
@@ -110,13 +113,20 @@ class Base:
         return kind
 
 
+def has_new_adapter(snapshot: ModelSnapshot) -> bool:
+    """Return True for a model with the adapter that section adapter has begun."""
+    adapter = snapshot.roles.bundle.adapter
+    return adapter is not None and adapter.source is None and not snapshot.step
+
+
 def without_new_adapter(snapshot: ModelSnapshot) -> ModelSnapshot:
     """Return a model that was opened with adapter.quantize without the adapter that section adapter
     has begun over its quantized base: clients bring theirs. Other models are returned as they
     are."""
     roles, adapter = snapshot.roles, snapshot.roles.bundle.adapter
-    is_new = adapter is not None and adapter.source is None and not snapshot.step
-    if adapter is None or not is_new or adapter.quantize == "none" or adapter.full or adapter.rows:
+    if adapter is None or not has_new_adapter(snapshot):
+        return snapshot
+    if adapter.quantize == "none" or adapter.full or adapter.rows:
         return snapshot
     bundle = dataclasses.replace(roles.bundle, adapter=dataclasses.replace(adapter, slots={}))
     base, params = Roles({roles.trained: Role(bundle)}), snapshot.params()

@@ -91,6 +91,8 @@ def test_adapters_over_a_quantized_base_are_those_over_what_it_stands_for(base):
     quantized = open_base(adapter={"kind": "lora", "rank": 1, "quantize": "int8"})
     names = {path.rpartition(".")[0] for path in quantized.params if path.endswith(".codes")}
     assert len(names) == 7 and all(name.endswith(".kernel") for name in names)
+    with pytest.raises(UserError, match="section adapter begins one on this; remove it"):
+        open_base(adapter={"kind": "lora", "rank": 1})
     rounded, data = copy.copy(base), as_data(draw_documents(3))
     rounded._kinds = weakref.WeakValueDictionary()
     rounded.params = dict(base.params)
