@@ -175,28 +175,23 @@ def test_transformers_reads_the_same_weights(tmp_path, architecture):
     np.testing.assert_allclose(q.astype(np.float32), want, atol=1e-3)
 
 
-def open_llama(path, length=64):
-    """Return llama.cpp's model of a file, on the CPU with float32 keys and values."""
-    llama_cpp = pytest.importorskip(
-        "llama_cpp", reason="llama-cpp-python, a build of llama.cpp, is not installed"
-    )
-    exact = {"type_k": 0, "type_v": 0, "flash_attn": False, "swa_full": False}
-    return llama_cpp.Llama(
-        str(path), n_ctx=length, logits_all=True, n_threads=1, verbose=False, **exact
-    )
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("architecture", FAMILIES)
 def test_llama_cpp_computes_the_same_logits(tmp_path, architecture):
-    """A file in float16 beside the folder in float32. llama.cpp rounds activations, too."""
+    """A file in float16 beside the folder in float32. llama.cpp rounds activations, too; keys and
+    values are float32."""
+    llama_cpp = pytest.importorskip(
+        "llama_cpp", reason="llama-cpp-python, a build of llama.cpp, is not installed"
+    )
     from jaxtrain.api import Model
 
     make(tmp_path / "model", architecture)
     perturb(tmp_path / "model", 1)
     tokenizer = load_tokenizer(str(tmp_path / "model"))
     gguf_models.export_gguf(tmp_path / "model", tmp_path / "model.gguf", "f16", tokenizer)
-    llama = open_llama(tmp_path / "model.gguf")
+    exact = {"type_k": 0, "type_v": 0, "flash_attn": False, "swa_full": False}
+    options = {"n_ctx": 64, "logits_all": True, "n_threads": 1, "verbose": False}
+    llama = llama_cpp.Llama(str(tmp_path / "model.gguf"), **options, **exact)
     tokens = np.random.default_rng(2).integers(0, 512, 48)
     llama.eval(tokens.tolist())
     (expected,) = Model(tmp_path / "model").logits([tokens])
