@@ -35,6 +35,7 @@ def chat(question, answer):
     ("make", "keys"),
     [
         (chat, {}),
+        (lambda q, a: {"messages": json.dumps(chat(q, a)["messages"])}, {}),  # of a CSV file
         (lambda q, a: {"question": q, "completion": a}, {"fields": {"prompt": "question"}}),
         (lambda q, a: {"instruction": "do", "input": q, "output": a}, {}),
         (

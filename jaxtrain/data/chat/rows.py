@@ -182,21 +182,7 @@ class Row:
         """Put messages in the place of their JSON in some columns. Raises MalformedRow for messages
         as Python prints them."""
         for name in self.columns.keys() & names:
-            self.columns[name] = self._parse(name, self.columns[name])
-
-    def _parse(self, name: str, value: Any) -> Any:
-        """Return the messages whose JSON a text is, other values as they are."""
-        if not isinstance(value, str) or not JSON_TALK.match(value):
-            return value
-        if value.lstrip("[{ \n\t\r").startswith(("'role'", "'from'", "'content'", "'value'")):
-            raise MalformedRow(
-                f"column {name} holds messages as Python prints them; write them as JSON"
-            )
-        try:
-            messages = parse_json(value)
-        except ValueError:
-            return value
-        return messages if is_conversation(messages, self.fields) else value
+            self.columns[name] = parse_messages(name, self.columns[name], self.fields)
 
     def _write(self, formats: str | Sequence[str]) -> str:
         """Write a column by the first of the formats whose columns all hold something, else by the
@@ -477,6 +463,22 @@ def _is_schemas(value: Any) -> bool:
     if isinstance(value, str):
         return value.lstrip().startswith("[")
     return isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
+
+
+def parse_messages(name: str, value: Any, fields: Mapping[str, str]) -> Any:
+    """Return the messages whose JSON the text of a column is, other values as they are. Raises
+    MalformedRow for messages as Python prints them."""
+    if not isinstance(value, str) or not JSON_TALK.match(value):
+        return value
+    if value.lstrip("[{ \n\t\r").startswith(("'role'", "'from'", "'content'", "'value'")):
+        raise MalformedRow(
+            f"column {name} holds messages as Python prints them; write them as JSON"
+        )
+    try:
+        messages = parse_json(value)
+    except ValueError:
+        return value
+    return messages if is_conversation(messages, fields) else value
 
 
 def is_conversation(value: Any, fields: Mapping[str, str]) -> bool:

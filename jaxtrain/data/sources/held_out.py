@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.config.data import DatasetConfig
-from jaxtrain.data.chat.messages import ROLES
-from jaxtrain.data.chat.rows import MESSAGES
+from jaxtrain.data.chat.messages import ROLES, MalformedRow
+from jaxtrain.data.chat.rows import MESSAGES, parse_messages
 from jaxtrain.data.sources.row_views import SelectedRows
 from jaxtrain.errors import UserError
 
@@ -44,7 +44,11 @@ def question_of(row: Mapping[str, Any], dataset: DatasetConfig) -> Any:
     if column("instruction"):
         return [column(name) for name in ("instruction", "input", "system")]
     for name in (*MESSAGES, "chosen"):
-        if isinstance(messages := column(name), list):
+        try:
+            messages = parse_messages(name, column(name), dataset.fields)
+        except MalformedRow:  # the row is dropped when it is read
+            continue
+        if isinstance(messages, list):
             return _before_answer(messages, dataset) or row
     return row
 
