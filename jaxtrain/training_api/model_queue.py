@@ -420,6 +420,7 @@ class ModelQueue:
         """Drop results that were read long ago, or before many others, or were not read for a day;
         their requests stay known."""
         now = time.monotonic()
+        # The last one stays whatever its size: a client whose connection broke asks again.
         while len(self._read) > 1 and (
             self._read_bytes > MAX_READ_BYTES or now - self._read[0][0] > RETENTION_SECONDS
         ):
