@@ -42,20 +42,22 @@ def read_config(name: str, overrides: list[str]) -> Config:
 
 def open_prompt_images(model: ModelConfig, tokenizer: Any) -> PromptImages:
     """Give the tokenizer the format of the model's images, and return what writes prompts with
-    them; of text alone for a model that reads none, or of which only the tokenizer is here."""
+    them; of text alone for a model that reads none, whose images no server reads alike, or of which
+    only the tokenizer is here."""
     model = model.model_copy(update={"init": "random"})  # config.json without weights
     try:
         folder, raw = find_architecture(model)
     except UserError:
         return PromptImages()
-    if "vision_config" not in raw:
+    if raw.get("vision_config") is None:
         return PromptImages()
-    from jaxtrain.data.images.format import read_format
+    from jaxtrain.data.images.setup import give_format
 
-    tokenizer.image_format = read_format(folder, raw, tokenizer)
-    if tokenizer.image_format is None:
+    image_format = give_format(folder, raw, tokenizer)
+    if image_format is None:
         return PromptImages()
-    return PromptImages(tokenizer, read_architecture(model).never_drawn)
+    never = read_architecture(model).never_drawn
+    return PromptImages(tokenizer if image_format.served else None, never)
 
 
 class ServerAnswerWriter(AnswerWriter):
@@ -101,6 +103,11 @@ class ServerAnswerWriter(AnswerWriter):
         self.require_tokens(tokens)
         placed = images or [None] * len(tokens)
         if self.images.tokenizer is None and any(image is not None for image in placed):
+            if getattr(self.tokenizer, "image_format", None) is not None:
+                raise UserError(
+                    "generate: vLLM would read other tokens or pixels of this family's images than"
+                    " training does; leave out --servers"
+                )
             raise UserError(
                 "generate: the model whose tokenizer is read here (config.json beside it) reads no"
                 " images; name the folder that the servers have"

@@ -270,7 +270,7 @@ def open_images(config: Config, tokenizer: Any, row_tokens: int) -> ImagePacker 
     if config.model.architecture is None and config.model.path is None:
         return None
     folder, raw = find_architecture(config.model)
-    if "vision_config" not in raw:
+    if raw.get("vision_config") is None:
         return None
     from jaxtrain.data.images.setup import open_packer
 
@@ -283,7 +283,7 @@ def reads_same_images(model: ModelConfig, tokenizer: Any) -> bool:
     from jaxtrain.data.images.format import read_format
 
     folder, raw = find_architecture(model)
-    if getattr(tokenizer, "image_format", None) is None or "vision_config" not in raw:
+    if getattr(tokenizer, "image_format", None) is None or raw.get("vision_config") is None:
         return False
     try:
         return read_format(folder, raw, tokenizer) == tokenizer.image_format

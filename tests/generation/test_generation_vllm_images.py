@@ -17,7 +17,10 @@ from fake_vllm import STOP, FakeVllm
 from real_vllm import CLOSE, PYTHON, RealServer, change, make_config, make_vision_model
 from smolvlm_text import QWEN_TEMPLATE, draw, open_tokenizer
 from test_generation_vllm import DRAW, opened
+from tiny_vision import VISION
 
+from jaxtrain.cli.server_answers import open_prompt_images
+from jaxtrain.config import ModelConfig
 from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.losses.logp import token_logp
 from jaxtrain.core.weights import abstract_params, open_params
@@ -141,6 +144,37 @@ def test_generate_sends_images_to_servers(tmp_path, capsys):
         assert ">>> [image 40x30" in capsys.readouterr().out
     finally:
         fake.kill()
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "settings", "sends"),
+    [
+        ("qwen3_vl", {}, {}, True),
+        ("qwen3_vl", {}, {"do_resize": False}, False),
+        ("qwen3_vl", {"vision_config": None}, {}, False),
+        ("gemma3", {}, {}, False),
+    ],
+)
+def test_servers_get_texts_where_images_cannot_be_sent(
+    name, config, settings, sends, tmp_path, capsys
+):
+    """No setting of images is a reason to refuse texts; of images that are read, no token is
+    drawn."""
+    gemma = name == "gemma3"
+    size = {"height": 33, "width": 33} if gemma else {"shortest_edge": 256, "longest_edge": 4096}
+    tokens = ("<image_soft_token>", "<start_of_image>", "<end_of_image>") if gemma else TOKENS
+    tokenizer = load_tokenizer("builtin")
+    add_tokens(tokenizer, (), tokens)
+    token = tokenizer.convert_tokens_to_ids(tokens[0])
+    raw = {**VISION[name], "image_token_index" if gemma else "image_token_id": token, **config}
+    raw["text_config"] = {**raw["text_config"], "vocab_size": 528}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    given = {"size": size, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, **settings}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(given))
+    images = open_prompt_images(ModelConfig(path=str(tmp_path)), tokenizer)
+    assert (images.tokenizer is tokenizer) == sends
+    assert (token in images.never) == (sends or gemma)
+    assert ("do_resize" in capsys.readouterr().err) == bool(settings)
 
 
 def test_a_picture_is_encoded_once_for_a_group(tmp_path, monkeypatch):
