@@ -1,6 +1,5 @@
 """Numbers and examples that describe episodes, under the names that TRL's users know."""
 
-import functools
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +13,10 @@ from jaxtrain.text_safety import escape_control_chars
 
 MAX_THUMBNAILS = 8
 """Thumbnails of a line of samples.jsonl, of a few kilobytes each."""
+MAX_DRAWN = 256
+"""Limit of DRAWN."""
+DRAWN: dict[str, str | None] = {}
+"""Thumbnails that were drawn last, by the images' hashes; None: of what cannot be read."""
 
 
 def describe_episodes(episodes: Sequence[Episode]) -> dict[str, float]:
@@ -81,12 +84,18 @@ def list_thumbnails(episode: Episode) -> dict[str, str]:
     return {key: url for key, url in urls if url is not None}
 
 
-@functools.lru_cache(maxsize=256)
 def draw_thumbnail(image: Image) -> str | None:
     """Return `decode.make_thumbnail` of an image, drawn once for all answers to its prompt."""
+    # By hash: a cache of the images themselves would hold the files of rows in Parquet.
+    if image.key in DRAWN:
+        return DRAWN[image.key]
     from jaxtrain.data.images.decode import make_thumbnail
 
-    return make_thumbnail(image.source)
+    url = make_thumbnail(image.source)
+    while len(DRAWN) >= MAX_DRAWN:
+        DRAWN.pop(next(iter(DRAWN)), None)
+    DRAWN[image.key] = url
+    return url
 
 
 def excerpt(text: Any, width: int = 160) -> str:

@@ -14,7 +14,13 @@ from jaxtrain.data.images import decode
 from jaxtrain.data.images.decode import THUMBNAIL, make_thumbnail
 from jaxtrain.data.images.placing import describe_part
 from jaxtrain.data.packing.tree import Image, PlacedImages
-from jaxtrain.generation.episode_metrics import MAX_THUMBNAILS, describe_sample, draw_thumbnail
+from jaxtrain.generation.episode_metrics import (
+    DRAWN,
+    MAX_DRAWN,
+    MAX_THUMBNAILS,
+    describe_sample,
+    draw_thumbnail,
+)
 from jaxtrain.generation.episodes import Episode
 from jaxtrain.runs.dashboard.run_data import WatchedRun
 from jaxtrain.runs.dashboard.screens.samples import draw_conversation
@@ -29,7 +35,7 @@ from folders import write_run
 @pytest.fixture(autouse=True)
 def forget():
     """Pictures of these tests have the same keys."""
-    draw_thumbnail.cache_clear()
+    DRAWN.clear()
 
 
 def write_picture(path: Path, size: tuple[int, int], color: str) -> Path:
@@ -77,7 +83,7 @@ def test_lines_hold_the_first_pictures_that_can_be_read(tmp_path):
     )
     assert [read(url).size for url in line["thumbnails"].values()] == [(20, 10), (10, 20)]
     assert [int(key, 16) for key in line["thumbnails"]] == [0, 1]
-    draw_thumbnail.cache_clear()
+    DRAWN.clear()
     many = describe_sample(make_episode([path] * 20), 1.0, {})
     assert len(many["thumbnails"]) == MAX_THUMBNAILS
     assert "thumbnails" not in describe_sample(make_text_episode(prompt="Which?"), 1.0, {})
@@ -90,6 +96,9 @@ def test_a_thumbnail_is_drawn_once_for_all_answers(tmp_path, monkeypatch):
     lines = [describe_sample(make_episode([path]), 1.0, {}) for _ in range(4)]
     assert all(list(line["thumbnails"].values()) == ["url"] for line in lines)
     assert drawn == [path]
+    for number in range(1, MAX_DRAWN + 1):
+        draw_thumbnail(Image(f"{number:064x}", (10, 10), 1, 1, b""))
+    assert len(DRAWN) == MAX_DRAWN and f"{0:064x}" not in DRAWN
 
 
 def test_the_report_shows_pictures_and_the_dashboard_their_names(tmp_path, monkeypatch):
