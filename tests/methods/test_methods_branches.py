@@ -213,6 +213,54 @@ def test_tokens_of_images_are_never_drawn(temperature):
 
 
 @pytest.mark.slow
+def test_tokens_of_images_have_no_share_of_drawn_ones():
+    """Reference: the log-softmax without them, and its gradients; documents have the whole one."""
+    _, forest, spots = rows()
+    rng, U, never = np.random.default_rng(5), forest.tokens.shape[1], [5, 9]
+    allowed = np.setdiff1d(np.arange(97), never)
+    drawn = rng.choice(allowed, (2, spots.predictor.shape[1], N, G)).astype(np.int32)
+    zeros = {ADVANTAGE: rng.normal(size=forest.tokens.shape), NUMBERS: np.zeros((2, U, 6))}
+    batch = on_device(fill(drawn)._replace(streams=zeros))
+    numbers = StridedLossOptions({U: (T, STRIDES.most(T) * N * G)}, temperature=0.7)
+
+    def ours(hidden, head):
+        model = SimpleNamespace(
+            hidden=lambda batch: SimpleNamespace(hidden=hidden),
+            head=lambda: head,
+            logits_of=lambda rows, hidden: 9 * jnp.tanh(hidden @ rows.T / 9),
+            logit_softcap=9.0,
+            never_drawn=tuple(never),
+        )
+        sums = strided_loss(model, batch, numbers)[0]
+        return sums["rl"], sums["nll"]
+
+    def theirs(hidden, head):
+        before = jnp.take_along_axis(hidden, jnp.maximum(batch.prev, 0)[..., None], axis=1)
+        logits = 9 * jnp.tanh(before @ head.T / 9)
+
+        def total(logits, weight):
+            logp = jax.nn.log_softmax(logits)
+            return -(jnp.take_along_axis(logp, batch.tokens[..., None], 2)[..., 0] * weight).sum()
+
+        masked = jnp.where(np.isin(np.arange(97), never), -1e30, logits / 0.7)
+        rl = total(masked, batch.weights[RL] * batch.streams[ADVANTAGE])
+        return rl, total(logits, batch.weights[CE])
+
+    def run(losses):
+        """Return the losses, and the gradients of one number of both."""
+
+        def total(arrays):
+            rl, nll = losses(*arrays)
+            return rl + 2 * nll, (rl, nll)
+
+        return jax.tree.leaves(jax.jit(jax.value_and_grad(total, has_aux=True))(arrays))
+
+    arrays = rng.normal(size=(2, U, 8)), rng.normal(size=(97, 8))
+    for actual, expected in zip(run(ours), run(theirs), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-8, atol=1e-10)
+
+
+@pytest.mark.slow
 def test_the_loss_is_that_of_blocks_decoded_alone():
     """REINFORCE over every drawn token with its own block's advantage and its own predecessor, and
     the documents' likelihood counted once, whatever the number of samples; the gradient reaches

@@ -30,12 +30,23 @@ def token_logp(
         return exact.logp(model.head(), hidden_BTD, target_BT, temperature, model.logit_softcap)
     options = {"temperature": temperature, "softcap": model.logit_softcap, "impl": impl}
     log_probs = gather_logp(hidden_BTD, model.head(), target_BT, **options)
-    if not (drawable and model.never_drawn):
+    return of_drawable(model, log_probs, hidden_BTD, temperature) if drawable else log_probs
+
+
+def of_drawable(
+    model,
+    log_probs: LogProbs,
+    hidden_BTD: jax.Array,
+    temperature: jax.Array | float | None = None,
+) -> LogProbs:
+    """Return log-probs [B, T] that hidden states predict at a temperature without the share of
+    model.never_drawn."""
+    if not model.never_drawn:
         return log_probs
     head_KD = jnp.take(model.head(), np.array(model.never_drawn), axis=0)
     logits_BTK = model.logits_of(head_KD, hidden_BTD)
     if temperature is not None:
-        logits_BTK = logits_BTK / jnp.broadcast_to(temperature, target_BT.shape)[..., None]
+        logits_BTK = logits_BTK / jnp.broadcast_to(temperature, log_probs.lse.shape)[..., None]
     return exclude_tokens(log_probs, logits_BTK)
 
 

@@ -4,19 +4,22 @@
     ce = sum over the documents' tokens of -weight * log p / weights
 
 Jelassi et al. 2026 (arXiv 2603.12248). A drawn token's log-prob comes from the token before it on
-its own branch (`prev`), the first one's from the token before the anchor.
+its own branch (`prev`), the first one's from the token before the anchor. It is that of the
+distribution it was drawn from, without tokens that stand for images.
 
 Shapes: B rows, U tokens of a row of the forest, Q of them that a component scores.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.batch import Batch
-from jaxtrain.core.losses.vocabulary import sum_logp
+from jaxtrain.core.losses.logp import of_drawable
+from jaxtrain.core.losses.vocabulary import LogProbs, gather_logp, sum_logp
 
 CE, RL = "nll", "rl"
 """The loss's components."""
@@ -46,10 +49,15 @@ def strided_loss(model, batch: Batch, numbers: StridedLossOptions, impl: str = "
     advantage_BU = batch.streams[ADVANTAGE].astype(rl_BU.dtype)
     options = {"softcap": model.logit_softcap, "impl": impl}
     warm = options | {"temperature": numbers.temperature}
-    gain, entropy = score(hidden_BUD, head_VD, batch, rl_BU, advantage_BU, drawn, warm)
+    sum_drawn = partial(sum_drawable, model, options=warm)
+    gain, entropy = score(hidden_BUD, batch, rl_BU, advantage_BU, drawn, sum_drawn)
     if not numbers.train_ce:
         hidden_BUD, head_VD = jax.lax.stop_gradient((hidden_BUD, head_VD))
-    likely, _ = score(hidden_BUD, head_VD, batch, ce_BU, jnp.ones_like(ce_BU), documents, options)
+
+    def sum_likely(hidden_BQD, target_BQ, weight_BQ):
+        return sum_logp(hidden_BQD, head_VD, target_BQ, weight_BQ, **options)
+
+    likely, _ = score(hidden_BUD, batch, ce_BU, jnp.ones_like(ce_BU), documents, sum_likely)
     blocks, *values = batch.streams[NUMBERS].sum((0, 1))
     return {RL: -gain, CE: -likely}, {
         "ebft/rl_loss": (-gain, jnp.sum(rl_BU)),
@@ -59,9 +67,27 @@ def strided_loss(model, batch: Batch, numbers: StridedLossOptions, impl: str = "
     }
 
 
-def score(hidden_BUD, head_VD, batch: Batch, weight_BU, factor_BU, most: int, options: Mapping):
+def sum_drawable(model, hidden_BQD, target_BQ, weight_BQ, options: Mapping):
+    """`sum_logp` of the distribution that samplers draw from."""
+    head_VD = model.head()
+    if not model.never_drawn:
+        return sum_logp(hidden_BQD, head_VD, target_BQ, weight_BQ, **options)
+    tokens = gather_logp(hidden_BQD, head_VD, target_BQ, **options)
+    tokens = of_drawable(model, tokens, hidden_BQD, options["temperature"])
+    return jnp.sum(weight_BQ.astype(tokens.logp.dtype) * tokens.logp), tokens
+
+
+def score(
+    hidden_BUD,
+    batch: Batch,
+    weight_BU,
+    factor_BU,
+    most: int,
+    sum_tokens: Callable[..., tuple[jax.Array, LogProbs]],
+):
     """(sum of weight x factor x log-prob, sum of weight x entropy) over the tokens that have a
-    weight, at most `most` of a row; no other token meets the head. options: of `sum_logp`."""
+    weight, at most `most` of a row; no other token meets the head. sum_tokens: `sum_logp` of
+    (hidden states, targets, weights)."""
     U = weight_BU.shape[1]
 
     def of_row(weight_U: jax.Array) -> jax.Array:
@@ -76,8 +102,6 @@ def score(hidden_BUD, head_VD, batch: Batch, weight_BU, factor_BU, most: int, op
     before_BQ = jnp.maximum(at(batch.prev), 0)
     hidden_BQD = jnp.take_along_axis(hidden_BUD, before_BQ[:, :, None], axis=1)
     weight_BQ = at(weight_BU)
-    total, tokens = sum_logp(
-        hidden_BQD, head_VD, at(batch.tokens), weight_BQ * at(factor_BU), **options
-    )
+    total, tokens = sum_tokens(hidden_BQD, at(batch.tokens), weight_BQ * at(factor_BU))
     entropy_BQ = tokens.entropy
     return total, jnp.sum(weight_BQ.astype(entropy_BQ.dtype) * entropy_BQ)
