@@ -70,6 +70,8 @@ class TowerConfig(VisionConfig):
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "attention_bias": (False, None),
         "max_position_embeddings": (),
+        # Of published folders; transformers reads a number of this name for texts alone.
+        "global_head_dim": (),
     }
     norm: ClassVar[type[RMSNorm]] = PreciseRMSNorm
     num_key_value_heads: int

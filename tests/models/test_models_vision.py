@@ -223,6 +223,14 @@ def test_windows_are_those_of_transformers():
         np.testing.assert_array_equal(ours, theirs)
 
 
+def test_what_transformers_ignores_in_published_folders_of_gemma4_is_carried_along():
+    raw, ignored = VISION["gemma4"], {"global_head_dim": 72, "default_output_length": 280}
+    vision = {**raw["vision_config"], **ignored}
+    config = families.config_from_hf({**raw, "vision_config": vision})
+    assert config.vision == families.config_from_hf(raw).vision
+    assert config.to_hf()["vision_config"].items() >= ignored.items()
+
+
 def test_tokens_of_an_image_see_all_of_it_in_gemma_alone():
     configs = {name: families.config_from_hf(raw) for name, raw in VISION.items()}
     assert [name for name, config in configs.items() if config.image_blocks] == ["gemma3", "gemma4"]
