@@ -236,6 +236,27 @@ def test_tokens_of_an_image_see_all_of_it_in_gemma_alone():
     assert [name for name, config in configs.items() if config.image_blocks] == ["gemma3", "gemma4"]
 
 
+@pytest.mark.slow
+def test_a_window_holds_for_images_of_more_tokens(tmp_path):
+    """Images of gemma4's batch have 4 tokens; a window of 2 hides what is further back in them, and
+    nothing that is ahead."""
+    raw = {**VISION["gemma4"]}
+    raw["text_config"] = {**raw["text_config"], "sliding_window": 2}
+    theirs = make_torch(raw)
+    theirs.save_pretrained(tmp_path)
+    model = loading.load(tmp_path)
+    batch, sequences, images = make_batch(raw)
+    logits = jax.jit(lambda batch: model.logits(model.hidden(batch).hidden))(batch)
+    for sequence in sequences:
+        ids = np.asarray(batch.tokens)[sequence.row, sequence.places]
+        inputs = processed(raw, ids, [images[number] for number in sequence.images])
+        with torch.no_grad():
+            inputs = {key: torch.from_numpy(value) for key, value in inputs.items()}
+            expected = theirs(use_cache=False, **inputs).logits[0].numpy()
+        actual = np.asarray(logits)[sequence.row, sequence.places]
+        assert relative_error(actual, expected) < 1e-5, sequence
+
+
 def test_text_alone_runs_no_tower():
     config = families.config_from_hf(VISION["smolvlm"])
     model = build.init(config, 0)
