@@ -97,7 +97,7 @@ class AnswerScores:
             images = open_row_images(self.tokenize.images, origin)
             judged, keys = read_answers(row, self.dataset, images)
         except MalformedRow as error:
-            return Dropped(f"malformed row: {error}", origin)
+            return Dropped(f"malformed row: {error}", error.locate(origin))
         ranked, *dropped = self.tokenize(judged, origin)  # `Answers` gives no other notes
         if isinstance(ranked, Dropped) or dropped:
             return next(entry for entry in (ranked, *dropped) if isinstance(entry, Dropped))
@@ -173,7 +173,9 @@ class StepScores:
             columns = Row(row, **self.reader.dataset.reading)
             columns.images = open_row_images(self.reader.images, origin)
             prompt, placed, steps, _ = self.reader.read(columns)
-        except (MalformedRow, TemplateFailed) as error:
+        except MalformedRow as error:
+            return Dropped(f"malformed row: {error}", error.locate(origin))
+        except TemplateFailed as error:
             return Dropped(f"malformed row: {error}", origin)
         tokens = [*prompt, *(token for step in steps for token in step)]
         if len(tokens) > self.max_len:

@@ -7,6 +7,7 @@ import threading
 import time
 import zlib
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from jaxtrain.data.preview import plain_text
 from jaxtrain.data.sample import Dropped, Sample, to_tree, to_trees
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.errors import UserError
+from jaxtrain.methods.reward_model.config import RewardModelTask
 
 
 @pytest.fixture(scope="module")
@@ -165,6 +167,21 @@ def test_bad_images_are_dropped_by_row_index_and_reason(folder, read, row, reaso
     assert isinstance(drop, Dropped)
     assert drop.reason.startswith(f"malformed row: {reason}"), drop
     assert drop.origin.startswith("train.jsonl row 1") and place in drop.origin
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns"),
+    [("AnswerScores", {"completion": "red"}), ("StepScores", {"completions": ["red"]})],
+)
+def test_score_names_an_image_that_it_cannot_read(kind, columns, folder, tokenizer, monkeypatch):
+    from jaxtrain.cli import scoring
+
+    monkeypatch.setattr(scoring, "_scores_of", lambda model: None)
+    config = SimpleNamespace(task=RewardModelTask())
+    model = SimpleNamespace(tokenizer=tokenizer, max_len=200, config=config)
+    read = getattr(scoring, kind)(model, DatasetConfig(path=str(folder / "train.jsonl"))).read
+    drop = read({"prompt": "Which?", "image": "no.png", **columns}, "row 1")
+    assert drop == Dropped("malformed row: an image is absent", "row 1, image 1 ('no.png')")
 
 
 class Pictures(BaseHTTPRequestHandler):

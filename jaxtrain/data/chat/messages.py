@@ -90,8 +90,11 @@ class MalformedRow(Exception):
 
     def describe(self, origin: str) -> str:
         """Return "train.jsonl line 3, message 2: content is a list, not a text"."""
-        where = f"{origin}, {self.location}" if self.location else origin
-        return f"{where}: {self}"
+        return f"{self.locate(origin)}: {self}"
+
+    def locate(self, origin: str) -> str:
+        """Return "train.jsonl line 3, message 2"."""
+        return f"{origin}, {self.location}" if self.location else origin
 
 
 def read_messages(

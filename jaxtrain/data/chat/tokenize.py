@@ -100,8 +100,7 @@ class RowTokenizer:
                 columns.images = images
             return [*self._read(columns, origin), *note_unread(columns.unread, origin)]
         except MalformedRow as error:
-            where = f"{origin}, {error.location}" if error.location else origin
-            return [Dropped(f"malformed row: {error}", where)]
+            return [Dropped(f"malformed row: {error}", error.locate(origin))]
         except template.TemplateOmission as error:
             return [Dropped(str(error), origin)]
         except template.TemplateFailed as error:

@@ -159,8 +159,7 @@ class RankedReader:
             try:
                 members.append(self._read(member, grouped, origin))
             except MalformedRow as error:
-                where = f"{origin}, {error.location}" if error.location else origin
-                notes.append(Dropped(f"malformed row: {error}", where))
+                notes.append(Dropped(f"malformed row: {error}", error.locate(origin)))
         notes += [note for member in members for note in note_unread(member.unread, origin)]
         if not members:
             return notes

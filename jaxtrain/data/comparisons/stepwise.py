@@ -143,9 +143,10 @@ class StepwiseReader:
             prompt, placed, steps, labels = self.read(columns)
         except template.TemplateOmission as error:
             return [Dropped(str(error), origin)]
-        except (MalformedRow, template.TemplateFailed) as error:
-            where = getattr(error, "location", "")
-            return [Dropped(f"malformed row: {error}", f"{origin}, {where}" if where else origin)]
+        except MalformedRow as error:
+            return [Dropped(f"malformed row: {error}", error.locate(origin))]
+        except template.TemplateFailed as error:
+            return [Dropped(f"malformed row: {error}", origin)]
         if labels is None:
             return [Dropped("malformed row: column labels is missing or empty", origin)]
         tree = self._fit(prompt, placed, steps, labels, origin)
