@@ -1,4 +1,4 @@
-"""Gemma 4 (Gemma Team 2026) in all sizes: dense (31B), with experts beside the dense MLP
+"""Gemma 4 (Gemma Team 2026) but for 12B: dense (31B), with experts beside the dense MLP
 (26B-A4B), and with inputs of each layer's own (E2B, E4B).
 
 Gemma 3's four norms and its sliding windows, and of its own:
