@@ -111,7 +111,7 @@ class ExpertCorrection:
     outputs: slice | None = None
     """Of the pair, those of this tensor; None: all."""
     transposed: bool = False
-    """Whether the tensor is [in, out]."""
+    """Whether the pair's product is the tensor's change transposed."""
 
     def apply(self, base: np.ndarray, index: int | None) -> np.ndarray:
         """Return the merged matrix in float32, that of expert `index` if the tensor holds all
@@ -427,7 +427,8 @@ def find_expert_corrections(
                 continue
             module, count = experts.module(layer, targets), experts.num_experts
             shapes = [peft.files.tensors[f"{PREFIX}{module}.{SUFFIX[p]}"].shape for p in "ab"]
-            if shapes != [(count * slot.rank, inputs), (experts.total, slot.rank * count)]:
+            width, height = (inputs, experts.total)[:: -1 if experts.swapped else 1]
+            if shapes != [(count * slot.rank, width), (height, slot.rank * count)]:
                 problems.append(f"{module} has a pair {shapes[0]}, {shapes[1]} of another model")
                 continue
             common = ExpertCorrection(peft, module, slot, count)
@@ -437,7 +438,8 @@ def find_expert_corrections(
                 flat = not isinstance(layers[layer], Transpose)
                 shape = (count, inputs, experts.total) if flat else (count, experts.total, inputs)
                 if check_base_tensor(files, leaf.name, shape, problems, reason):
-                    corrections[leaf.name] = dataclasses.replace(common, transposed=flat)
+                    transposed = flat and not experts.swapped
+                    corrections[leaf.name] = dataclasses.replace(common, transposed=transposed)
                 continue
             last = experts.start + (outputs - 1) * experts.step + 1
             rows = slice(experts.start, last, experts.step)

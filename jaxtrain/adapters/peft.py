@@ -26,6 +26,7 @@ from jaxtrain.adapters.peft_config import describe_adapter, short_name
 from jaxtrain.adapters.peft_experts import (
     ExpertsA,
     ExpertsB,
+    Outputs,
     WrappedExperts,
     find_targets,
     find_wrapped,
@@ -188,14 +189,14 @@ def pair_op(
 ) -> TensorOp:
     """Return the op of one factor of a matrix of experts in the pairs of its layers, or of some;
     see `PairSelection`."""
-    count, ops = experts.num_experts, []
+    stored = {"a": "b", "b": "a"}[part] if experts.swapped else part
+    kind = ExpertsA if stored == "a" else ExpertsB
+    outputs = Outputs(experts.start, experts.step, experts.total) if part == "b" else None
+    ops: list[TensorOp] = []
     for layer in range(len(experts.parameters)) if layers is None else layers:
-        name = f"{PREFIX}{experts.module(layer, targets)}.{SUFFIX[part]}"
-        if part == "a":
-            ops.append(ExpertsA(name, start, ranks, count))
-        else:
-            rows = (experts.start, experts.step, experts.total)
-            ops.append(ExpertsB(name, start, ranks, count, *rows))
+        name = f"{PREFIX}{experts.module(layer, targets)}.{SUFFIX[stored]}"
+        op = kind(name, start, ranks, experts.num_experts, outputs)
+        ops.append(Transpose(op) if experts.swapped else op)
     return StackedOps(tuple(ops))
 
 

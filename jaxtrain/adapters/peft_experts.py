@@ -11,6 +11,9 @@ in the order of its parameters: of two, the pair of the first lies under `base_l
 
 Our gate and up have pairs of their own. Written, they are one of rank 2 R: the factors A below each
 other, B zero where the other's is. Read, each has the whole A and its own rows of B.
+
+PEFT takes a parameter for [E, out, in] unless its module has `is_transposed`. Llama 4's are
+[E, in, out] and do not say so, so that lora_A is our b and lora_B our a there.
 """
 
 import dataclasses
@@ -56,6 +59,8 @@ class WrappedExperts(NamedTuple):
     num_experts: int
     alone: bool
     """Whether the base's folder has a tensor for each expert."""
+    swapped: bool = False
+    """Whether PEFT takes the inputs of the parameter for its outputs."""
 
     @property
     def target(self) -> str:
@@ -107,7 +112,9 @@ def find_wrapped(config: DecoderConfig, linears: Linears) -> dict[str, WrappedEx
             start, step = getattr(leaves[0], "start", 0), getattr(leaves[0], "step", 1)
             total = outputs if isinstance(leaves[0], TensorRef) else 2 * outputs
             parameters = tuple(_runtime(leaf.name) for leaf in leaves)
-            wrapped[path] = WrappedExperts(parameters, start, step, total, num_experts, False)
+            wrapped[path] = WrappedExperts(
+                parameters, start, step, total, num_experts, False, config.experts_swapped
+            )
     return wrapped
 
 
@@ -139,17 +146,33 @@ def find_targets(names: Iterable[str], wrapped: Mapping[str, WrappedExperts]) ->
     }
 
 
+class Outputs(NamedTuple):
+    """Those of a matrix among those of its parameter in PEFT."""
+
+    first: int
+    step: int
+    total: int
+
+    def __call__(self, index: slice) -> slice:
+        """Return where some of the matrix's outputs are."""
+        last = self.first + (index.stop - 1) * self.step
+        return slice(self.first + index.start * self.step, last + 1, self.step)
+
+
 @dataclasses.dataclass(frozen=True)
 class ExpertsA:
-    """Our a [E, in, R], R rows from `start` of each expert's `ranks` rows of a tensor there."""
+    """Our a [E, in, R], R rows from `start` of each expert's `ranks` rows of a tensor there; or,
+    with `outputs`, our b transposed [E, out, R], whose other outputs are written as zeros."""
 
     name: str
     start: int
     ranks: int
     num_experts: int
+    outputs: Outputs | None = None
 
     def shapes(self, shape):
-        return {self.name: (self.num_experts * self.ranks, shape[1])}
+        columns = shape[1] if self.outputs is None else self.outputs.total
+        return {self.name: (self.num_experts * self.ranks, columns)}
 
     def _rows(self, expert: int, ranks: slice) -> slice:
         first = expert * self.ranks + self.start
@@ -157,8 +180,9 @@ class ExpertsA:
 
     def read(self, fetch, index):
         experts, inputs, ranks = index
+        columns = inputs if self.outputs is None else self.outputs(inputs)
         parts = [
-            fetch(self.name, (self._rows(expert, ranks), inputs)).T
+            fetch(self.name, (self._rows(expert, ranks), columns)).T
             for expert in range(experts.start, experts.stop)
         ]
         return np.stack(parts)
@@ -167,33 +191,32 @@ class ExpertsA:
         array = host(array)
         shape = self.shapes(array.shape)[self.name]
         for expert, a in enumerate(array):
-            rows = self._rows(expert, slice(0, a.shape[1]))
-            yield SplitPiece(self.name, shape, (rows, slice(0, a.shape[0])), a.T)
+            rows, part = self._rows(expert, slice(0, a.shape[1])), a.T
+            if self.outputs is not None:
+                part = np.zeros((a.shape[1], shape[1]), a.dtype)
+                part[:, self.outputs(slice(0, a.shape[0]))] = a.T
+            yield SplitPiece(self.name, shape, (rows, slice(0, shape[1])), part)
 
 
 @dataclasses.dataclass(frozen=True)
 class ExpertsB:
-    """Our b [E, R, out], the outputs from `first` on, each `step`, of R of the `ranks` of a tensor
-    there, from `start` on; what is written is zero at its other outputs."""
+    """Our b [E, R, out], the chosen outputs of R of the `ranks` of a tensor there, from `start` on;
+    what is written is zero at its other outputs. Or, without `outputs`, our a transposed
+    [E, R, in]."""
 
     name: str
     start: int
     ranks: int
     num_experts: int
-    first: int
-    step: int
-    total: int
+    outputs: Outputs | None = None
 
     def shapes(self, shape):
-        return {self.name: (self.total, self.ranks * self.num_experts)}
+        rows = shape[2] if self.outputs is None else self.outputs.total
+        return {self.name: (rows, self.ranks * self.num_experts)}
 
     def read(self, fetch, index):
         experts, ranks, outputs = index
-        chosen = slice(
-            self.first + outputs.start * self.step,
-            self.first + (outputs.stop - 1) * self.step + 1,
-            self.step,
-        )
+        chosen = outputs if self.outputs is None else self.outputs(outputs)
         columns = slice(
             (self.start + ranks.start) * self.num_experts,
             (self.start + ranks.stop) * self.num_experts,
@@ -207,7 +230,7 @@ class ExpertsB:
         experts, ranks, outputs = array.shape
         shape = self.shapes(array.shape)[self.name]
         columns = slice(self.start * experts, (self.start + ranks) * experts)
-        part = np.zeros((self.total, ranks * experts), array.dtype)
-        chosen = slice(self.first, self.first + (outputs - 1) * self.step + 1, self.step)
+        part = np.zeros((shape[0], ranks * experts), array.dtype)
+        chosen = slice(0, outputs) if self.outputs is None else self.outputs(slice(0, outputs))
         part[chosen] = array.transpose(2, 1, 0).reshape(outputs, -1)
         yield SplitPiece(self.name, shape, (full_index(shape)[0], columns), part)

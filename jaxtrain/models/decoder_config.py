@@ -35,6 +35,8 @@ class DecoderConfig:
     """True if rope_parameters are {kind of layer_types: parameters}."""
     modules_in_memory: ClassVar[Mapping[str, str]] = {}
     """{last part of a module's name in folders: what transformers calls it once it is loaded}."""
+    experts_swapped: ClassVar[bool] = False
+    """True if PEFT takes the inputs of the parameters that hold all experts for their outputs."""
     newer: ClassVar[bool] = False
     """True if transformers 4 does not have the family: files have no rope_theta or rope_scaling."""
     norm: ClassVar[type[RMSNorm]] = RMSNorm

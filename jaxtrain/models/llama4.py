@@ -50,6 +50,7 @@ class Config(TextConfig, ExpertsConfig):
     carries: ClassVar[tuple[str, ...]] = ("vision_model.", "multi_modal_projector.")
     prefixes: ClassVar[tuple[str, ...]] = ("language_model.model.", "model.")
     media: ClassVar[tuple[str, ...]] = ("image_token_index", "boi_token_index", "eoi_token_index")
+    experts_swapped: ClassVar[bool] = True
 
     intermediate_size_mlp: int
     """F of a dense layer; intermediate_size is that of an expert."""

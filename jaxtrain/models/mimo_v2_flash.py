@@ -110,21 +110,28 @@ def read_published(raw: Mapping[str, Any]) -> dict[str, Any]:
         numbers = raw.get(key)
         if numbers is None:
             continue
-        if not isinstance(numbers, list) or not all(n in (0, 1) for n in numbers):
+        if not isinstance(numbers, list) or not all(
+            type(n) is int and n in (0, 1) for n in numbers
+        ):
             raise UserError(f"config.json: {key} must be a list of 0 and 1, one for each layer")
         listed = [entries[number] for number in numbers]
         if raw.setdefault(name, listed) not in (None, listed):
             raise UserError(f"config.json: {key} and {name} differ; remove one")
         raw[name] = listed
-    doubled = {"swa_num_key_value_heads": 2 * raw.get("num_key_value_heads", 0)}
-    for key, value in {**{key: raw.get(name) for key, name in SAME.items()}, **doubled}.items():
+    expected, heads = {key: raw.get(name) for key, name in SAME.items()}, "num_key_value_heads"
+    if type(raw.get(heads)) is int:
+        expected[f"swa_{heads}"] = 2 * raw[heads]
+    for key, value in expected.items():
         if raw.get(key) not in (None, value):
             raise UserError(f"config.json: {key}={raw[key]!r} is not supported; only {value} is")
     if raw.get("layernorm_epsilon") is not None:
         raw.setdefault("rms_norm_eps", raw["layernorm_epsilon"])
     # As transformers reads it: a query sees so many tokens before itself.
-    if type(raw.get("sliding_window_size")) is int:
-        raw["sliding_window"] = raw["sliding_window_size"] + 1
+    before = raw.get("sliding_window_size")
+    if before is not None:
+        if type(before) is not int:
+            raise UserError(f"config.json: sliding_window_size={before!r} must be an integer")
+        raw["sliding_window"] = before + 1
     theta, share = raw.pop("rope_theta", None), raw.pop("partial_rotary_factor", None)
     if raw.get("rope_parameters") is None and (theta is not None or share is not None):
         bases = {FULL: theta, SLIDING: raw.get("swa_rope_theta")}

@@ -199,6 +199,7 @@ def test_we_read_what_peft_writes_for_some_layers(base, tmp_path, keys, layers):
         pytest.param("qwen3_moe", ["router", "attention"], marks=pytest.mark.thorough),
         pytest.param("qwen3_moe", ["layers.1.mlp.gate", "q_proj"], marks=pytest.mark.slow),
         pytest.param("gpt_oss", ["mlp.router", "layers.1.*experts.*"], marks=pytest.mark.thorough),
+        pytest.param("llama4", ["router", "experts.down"], marks=pytest.mark.thorough),
     ],
 )
 def test_peft_loads_adapters_of_routers_that_we_write(name, target, tmp_path):

@@ -6,6 +6,7 @@ import warnings
 
 import numpy as np
 import pytest
+from families_added import FAMILIES as ADDED
 from families_gemma import FAMILIES as GEMMA
 from families_gptoss import FAMILIES
 from safetensors.numpy import load_file
@@ -24,6 +25,7 @@ CONFIGS = {
     "qwen3_5_moe": RAW["qwen3_5_moe"],  # [out, in], gate rows first
     "granitemoehybrid": RAW["granitemoehybrid"],  # called otherwise by transformers
     "gemma4": {**SIZES, **GEMMA["gemma4_moe"]},
+    "llama4": {**SIZES, **ADDED["llama4"]},  # [in, out], which PEFT takes for [out, in]
 }
 FUSED = "model.layers.0.mlp.experts.gate_up_proj"
 
@@ -66,6 +68,8 @@ def assert_close(actual, expected, plain):
         pytest.param("qwen3_5_moe", ["mlp"], marks=pytest.mark.thorough),
         pytest.param("granitemoehybrid", ["mlp"], marks=pytest.mark.thorough),
         pytest.param("gemma4", ["all-linear"], marks=pytest.mark.thorough),
+        ("llama4", ["all-linear"]),
+        pytest.param("llama4", ["experts.up"], marks=pytest.mark.thorough),
         pytest.param("gpt_oss", ["experts.up", "attention"], marks=pytest.mark.thorough),
         pytest.param("gpt_oss", ["experts.down"], marks=pytest.mark.thorough),
     ],
@@ -92,17 +96,24 @@ def test_peft_loads_and_we_merge_what_we_write(name, target, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_moe", pytest.param("gpt_oss", marks=pytest.mark.thorough)])
-def test_we_load_and_merge_what_peft_writes(name, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "module"),
+    [
+        ("qwen3_moe", "mlp"),
+        pytest.param("gpt_oss", "mlp", marks=pytest.mark.thorough),
+        pytest.param("llama4", "feed_forward", marks=pytest.mark.thorough),
+    ],
+)
+def test_we_load_and_merge_what_peft_writes(name, module, tmp_path):
     peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
     config = make_base(tmp_path / "base", name)
     settings = peft.LoraConfig(
         r=3,
         lora_alpha=6,
         target_modules=["q_proj"],
-        target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"],
-        rank_pattern={"mlp.experts.down_proj": 2},
-        alpha_pattern={"mlp.experts.down_proj": 5},
+        target_parameters=[f"{module}.experts.{name}_proj" for name in ("gate_up", "down")],
+        rank_pattern={f"{module}.experts.down_proj": 2},
+        alpha_pattern={f"{module}.experts.down_proj": 5},
         use_rslora=True,
         init_lora_weights=False,
         task_type="CAUSAL_LM",

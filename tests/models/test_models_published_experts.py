@@ -174,6 +174,52 @@ GLM = {
     "vocab_size": 151552,
 }
 
+MIMO = {
+    **SILU,
+    "add_full_attention_sink_bias": False,
+    "add_swa_attention_sink_bias": True,
+    "architectures": ["MiMoV2FlashForCausalLM"],
+    "attention_bias": False,
+    "attention_chunk_size": 128,
+    "attention_projection_layout": "split",
+    "attention_value_scale": 0.707,
+    "head_dim": 192,
+    "hidden_size": 4096,
+    "hybrid_block_size": None,
+    "hybrid_layer_pattern": [0, *[1] * 4, *[0, *[1] * 5] * 7, 0],
+    "intermediate_size": 16384,
+    "layernorm_epsilon": 1e-05,
+    "max_position_embeddings": 262144,
+    "model_type": "mimo_v2_flash",
+    "moe_intermediate_size": 2048,
+    "moe_layer_freq": [0, *[1] * 47],
+    "n_group": 1,
+    "n_routed_experts": 256,
+    "n_shared_experts": None,
+    "norm_topk_prob": True,
+    "num_attention_heads": 64,
+    "num_experts_per_tok": 8,
+    "num_hidden_layers": 48,
+    "num_key_value_heads": 4,
+    "partial_rotary_factor": 0.334,
+    "rope_theta": 5000000,
+    "routed_scaling_factor": None,
+    "scoring_func": "sigmoid",
+    "sliding_window": 128,
+    "sliding_window_size": 128,
+    "swa_head_dim": 192,
+    "swa_num_attention_heads": 64,
+    "swa_num_key_value_heads": 8,
+    "swa_rope_theta": 10000,
+    "swa_v_head_dim": 128,
+    "tie_word_embeddings": False,
+    "topk_group": 1,
+    "topk_method": "noaux_tc",
+    "v_head_dim": 128,
+    "vocab_size": 152576,
+}
+"""Keys of Xiaomi's folders; their values are those of transformers' defaults."""
+
 
 @pytest.mark.parametrize(
     ("raw", "billions", "dims", "carried"),
@@ -222,8 +268,38 @@ def test_published_configs(raw, billions, dims, carried):
         ),
         (GLM, {"n_group": 3}, "n_group=3 must divide the 128 experts"),
         (GLM, {"scoring_func": "softmax"}, "scoring_func"),
+        (MIMO, {"swa_num_key_value_heads": 4}, "swa_num_key_value_heads=4 .* only 8 is"),
+        (MIMO, {"swa_head_dim": 128}, "swa_head_dim=128 is not supported; only 192 is"),
+        (MIMO, {"num_key_value_heads": "4"}, "num_key_value_heads"),
+        (MIMO, {"moe_layer_freq": 1}, "moe_layer_freq must be a list of 0 and 1"),
+        (MIMO, {"hybrid_layer_pattern": [1.0] * 48}, "hybrid_layer_pattern must be a list"),
+        (MIMO, {"layer_types": ["full_attention"] * 48}, "and layer_types differ"),
+        (MIMO, {"sliding_window_size": "128"}, "sliding_window_size='128' must be an integer"),
+        (MIMO, {"add_full_attention_sink_bias": True}, "add_full_attention_sink_bias"),
     ],
 )
 def test_what_is_not_computed_is_refused(raw, change, message):
     with pytest.raises(UserError, match=message):
         families.config_from_hf({**raw, **change})
+
+
+def test_xiaomis_keys_say_what_transformers_does_with_them():
+    """Of the lists of layers it knows its own defaults alone, which are those of the folder."""
+    transformers = pytest.importorskip("transformers")
+    config = families.config_from_hf(MIMO)
+    assert 308 < build.param_count(config) / 1e9 < 310  # 309 of the model card, without its heads
+    theirs = transformers.AutoConfig.for_model(**MIMO)
+    written = config.to_hf()
+    for key in written.keys() - {"architectures"}:
+        assert getattr(theirs, key) == written[key], key
+    assert families.config_from_hf(written) == config
+    changed = {"layernorm_epsilon": 1e-6, "swa_rope_theta": 2e4, "rope_theta": 3e6}
+    changed |= {"moe_layer_freq": [0, 0, *[1] * 46], "partial_rotary_factor": 0.5}
+    moved = families.config_from_hf({**MIMO, **changed})
+    assert moved.rms_norm_eps == 1e-6 and moved.mlp_layer_types[:3] == ("dense", "dense", "sparse")
+    table = moved.to_hf()["rope_parameters"]
+    assert [table[kind]["rope_theta"] for kind in ("full_attention", "sliding_attention")] == [
+        3e6,
+        2e4,
+    ]
+    assert {part["partial_rotary_factor"] for part in table.values()} == {0.5}
