@@ -48,6 +48,12 @@ weight_decay = 0.1
 plot = false
 every = 1
 """
+RL = (
+    SFT.replace("max_steps = 3", "max_steps = 2")
+    .replace('too_long = "truncate"', "")
+    .replace('train_on = "all"', "")
+    .replace("gradient_accumulation_steps = 2", "")
+) + '[task]\nkind = "rl"\n[rollout]\nprompts_per_step = 2\ngroup_size = 4\n'
 
 
 def run(folder, text, *words):
@@ -103,15 +109,12 @@ def test_a_decoupled_head_trains_and_the_model_moves_as_without_it(tmp_path, cap
 
 @pytest.mark.thorough
 def test_a_head_trains_beside_rl(tmp_path):
-    task = '[task]\nkind = "rl"\n[rollout]\nprompts_per_step = 2\ngroup_size = 4\n'
-    data = SFT.replace("max_steps = 3", "max_steps = 2").replace('too_long = "truncate"', "")
-    data = data.replace('train_on = "all"', "").replace("gradient_accumulation_steps = 2", "")
     for mode in ("none", "decoupled"):
-        run(tmp_path / mode, HEAD + data + task + EVEN_TOKENS, f"model.mtp.train={mode}")
+        run(tmp_path / mode, HEAD + RL + EVEN_TOKENS, f"model.mtp.train={mode}")
     require_rows(tmp_path / "decoupled")
     # The head guesses for the sampler: the same answers, and so the same steps.
     words = ["model.mtp.train=decoupled", "rollout.draft=mtp"]
-    lines = run(tmp_path / "drafted", HEAD + data + task + EVEN_TOKENS, *words)
+    lines = run(tmp_path / "drafted", HEAD + RL + EVEN_TOKENS, *words)
     assert all("draft/tau" in line for line in lines), lines[0].keys()
     plain, drafted = read(tmp_path / "decoupled"), read(tmp_path / "drafted")
     for name, value in plain.items():
@@ -139,6 +142,29 @@ def test_a_head_that_cannot_train_is_refused(model, words, message, tmp_path, ca
     error = capsys.readouterr().err
     assert message in " ".join(error.split()), error
     assert 'model.mtp.train "joint"' in error
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "message"),
+    [
+        (MODEL, [], "Qwen3ForCausalLM has no multi-token prediction head that is computed here"),
+        (HEAD, [], "rollout.draft mtp: the model's folder has no multi-token prediction head"),
+        (
+            HEAD,
+            ['rollout.draft_refresh.task={kind = "dflash"}', "model.mtp.train=joint"],
+            'trains the folder of a draft, not rollout.draft "mtp"',
+        ),
+    ],
+)
+def test_a_head_that_cannot_guess_for_the_sampler_is_refused(
+    model, words, message, tmp_path, capsys
+):
+    path = tmp_path / "run.toml"
+    path.write_text(model + RL + EVEN_TOKENS)
+    words = ["rollout.draft=mtp", f"run.output_dir={tmp_path / 'run'}", *words]
+    assert main(["--config", str(path), *words]) == 2
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error and "rollout.draft" in error, error
 
 
 def test_a_wrong_number_of_heads_is_named(tmp_path, capsys):
