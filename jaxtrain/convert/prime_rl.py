@@ -265,13 +265,12 @@ def _offload(conversion: Conversion, value: Any) -> None:
 
 
 def _recompute(conversion: Conversion, value: Any) -> None:
-    remat = conversion.table.get("model", {}).get("remat")
-    if value is not False and value is not None and remat != "offload":
+    if value not in (False, None) and conversion.get("model.remat") != "offload":
         conversion.set("model.remat", "full")
 
 
 def _offload_inputs(conversion: Conversion, value: Any) -> None:
-    if value is not False and value is not None:
+    if value not in (False, None):
         conversion.set("model.remat", "offload")
 
 

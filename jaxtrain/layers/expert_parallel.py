@@ -33,7 +33,7 @@ def through_experts(
     x_BTD: jax.Array,
     choice: ExpertChoice,
     experts: nnx.Module,
-    real_BT: jax.Array,
+    travels_BT: jax.Array,
     *,
     activation: str | Clamped,
     impl: str,
@@ -42,9 +42,9 @@ def through_experts(
     """Return (sum over k of gate_k * expert_k(x), notes of the transport).
 
     x [B, T, D]; experts: a module whose matrices are called as in AXES, each an ExpertLinear. Where
-    experts are cut, a row's padding but for its first token goes to none of them and gets 0 (that
-    one may be a document of one token: see `Context.real`), and "expert_rounds" [B] is noted: the
-    rounds that the slowest device needed of those that shared the row's tokens.
+    experts are cut, tokens that do not travel (`find_travelers`) go to none of them and get 0, and
+    "expert_rounds" [B] is noted: the rounds that the slowest device needed of those that shared the
+    row's tokens.
     """
     weights, frozen = _read(experts)
     op = functools.partial(moe_ffn, activation=activation, freeze_experts=frozen, impl=impl)
@@ -78,7 +78,6 @@ def through_experts(
     summed = tuple(axis for axis in shares if axis not in shared)
     group = ExpertGroup(owners, shared, num_experts, exchanged)
     elsewhere = tuple(axis for axis, size in mesh.shape.items() if size > 1 and axis not in rows)
-    travels_BT = real_BT | jnp.pad(real_BT, ((0, 0), (1, 0)), constant_values=True)[:, :-1]
 
     def local(tokens, travels_BT, weights):
         if columns and (down := weights["biases"].get("down")) is not None:
@@ -108,6 +107,12 @@ def through_experts(
         check_vma=False,
     )(tokens, travels_BT, weights)
     return checkpoint_name(y_BTD, "moe_out") if owners else y_BTD, notes
+
+
+def find_travelers(real_BT: jax.Array) -> jax.Array:
+    """Return bool [B, T], False for a row's padding but for its first token, which may be a
+    document of one token (see `Context.real`)."""
+    return real_BT | jnp.pad(real_BT, ((0, 0), (1, 0)), constant_values=True)[:, :-1]
 
 
 def _read(experts: nnx.Module) -> tuple[dict[str, dict[str, Any]], bool]:

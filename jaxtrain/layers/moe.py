@@ -13,7 +13,7 @@ from flax import nnx
 from jaxtrain_kernels import Clamped, Context
 
 from jaxtrain.distributed.sharding import constrain
-from jaxtrain.layers.expert_parallel import through_experts
+from jaxtrain.layers.expert_parallel import find_travelers, through_experts
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.linear import ExpertLinear, LayerInit, Linear
 from jaxtrain.layers.mlp import MLP, GatedMLP
@@ -148,16 +148,16 @@ class MoE(nnx.Module):
         choice = self.router(x_BTD if routed_BTD is None else routed_BTD, replayed_BTK)
         y_BTD = x_BTD if self.latent_in is None else self.latent_in(x_BTD)
         K = choice.gates.shape[-1]
-        read_BTD, sent, sent_BT = y_BTD, choice, real_BT
+        # Padding takes no place in an expert's share of the tokens.
+        read_BTD, sent, travels_BT = y_BTD, choice, find_travelers(real_BT)
         if self.scale_inputs:
             read_BTD, sent = scale_tokens(y_BTD, choice)
-            sent_BT = jnp.repeat(real_BT, K, axis=1)
+            travels_BT = jnp.repeat(travels_BT, K, axis=1)
         y_BTD, notes = through_experts(
             read_BTD,
             sent,
             self.experts,
-            # Padding takes no place in an expert's share of the tokens.
-            sent_BT,
+            travels_BT,
             activation=self.activation,
             impl=self.impl,
             transport=self.transport,

@@ -38,7 +38,7 @@ class DecoderOptions:
     dtype: str = "float32"
     """Dtype of activations and matmuls."""
     remat: str = "none"
-    """none | full | dots | save_attention: see layers.stack.REMAT."""
+    """A key of layers.stack.REMAT."""
     scan_layers: bool = True
     attention_impl: str = "auto"
     experts_impl: str = "auto"

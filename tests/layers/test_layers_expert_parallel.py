@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.distributed.mesh import make_mesh
@@ -17,6 +18,9 @@ from jaxtrain.layers.expert_transport import (
     send_through,
     share_of_devices,
 )
+from jaxtrain.layers.linear import LayerInit
+from jaxtrain.layers.moe import MoE, MoEOptions
+from jaxtrain.layers.router import Router, RoutingOptions
 
 n, T, D, F, E, TOP = 4, 18, 3, 5, 8, 2
 AXES = ("expert",)
@@ -130,3 +134,22 @@ def test_share_of_devices_and_choice():
     assert [exchanges(auto, 128, 8, n) for n in (1, 2, 8, 16)] == [False, False, False, True]
     assert exchanges(auto, 64, 4, 8)
     assert not exchanges(Transport("exchange"), 64, 4, 1)
+
+
+@pytest.mark.slow
+def test_scaled_inputs_travel_as_on_one_device():
+    """Llama 4's experts, two for each token: also of a document of one token, which looks like
+    padding, before padding."""
+    rng = np.random.default_rng(0)
+    init = LayerInit(nnx.Rngs(0), std=1.0)
+    router = Router(D, E, RoutingOptions(top=TOP, score="sigmoid"), init=init)
+    mixture = MoE(router, D, F, E, MoEOptions(activation="silu", scale_inputs=True), init=init)
+    graphdef, state = nnx.split(mixture)
+    x = jnp.asarray(rng.normal(size=(n, 6, D)), jnp.float32)
+    real = jnp.asarray(np.tile([True] * 4 + [False] * 2, (n, 1)))
+    run = jax.jit(lambda state: nnx.merge(graphdef, state).mix(x, real)[0])
+    expected = np.asarray(run(state))
+    with jax.set_mesh(make_mesh(jax.devices()[:n], expert=n)):
+        actual = np.asarray(run(state))
+    np.testing.assert_allclose(actual[:, :5], expected[:, :5], rtol=1e-5, atol=1e-6)
+    assert np.abs(expected[:, :5]).min() > 0 and not actual[:, 5].any()
