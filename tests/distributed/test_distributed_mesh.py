@@ -1,5 +1,7 @@
 """Mesh sizes, the table of axes, and the feed, on four fake devices."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -9,7 +11,7 @@ from jax.sharding import PartitionSpec
 
 from jaxtrain.batch import Batch
 from jaxtrain.distributed.feed import feed, row_shards
-from jaxtrain.distributed.mesh import AXES, make_mesh, resolve_sizes
+from jaxtrain.distributed.mesh import AXES, make_mesh, require_host_memory, resolve_sizes
 from jaxtrain.distributed.sharding import constrain, partition_spec, split_axes
 from jaxtrain.errors import UserError
 
@@ -104,3 +106,12 @@ def test_feed_without_a_mesh_and_with_rows_that_do_not_divide():
         feed(host, make_mesh(fsdp=4))
     with pytest.raises(UserError, match="5 tokens cannot be split 4 ways"):
         feed(host, make_mesh(context=4))
+
+
+def test_devices_that_reach_no_pinned_memory_are_refused():
+    require_host_memory(make_mesh(fsdp=-1), "optim.offload")
+    memories = [SimpleNamespace(kind="unpinned_host")]
+    device = SimpleNamespace(device_kind="Abacus", addressable_memories=lambda: memories)
+    mesh = SimpleNamespace(devices=np.asarray([device]))
+    with pytest.raises(UserError, match='parallel.frozen "host" needs .* Abacus has unpinned_host'):
+        require_host_memory(mesh, 'parallel.frozen "host"')

@@ -18,6 +18,7 @@ from step_harness import KEEP_GRADIENTS
 from test_methods_tree_exactness import float64, start
 from toy_run import MODEL
 
+from jaxtrain.core import roles
 from jaxtrain.core.losses.logp import token_logp
 from jaxtrain.core.step import State, make_step
 from jaxtrain.core.task import Round, of_policy
@@ -301,9 +302,18 @@ def test_a_run_goes_on_and_a_kept_reference_is_the_reference(config, tmp_path, c
 
 
 @pytest.mark.slow
-def test_a_reference_on_the_host_and_offloaded_inputs_change_no_bit(config, tmp_path, capsys):
-    steps = {}
+def test_a_reference_on_the_host_changes_no_bit(config, tmp_path, capsys, monkeypatch):
+    """Beside model.remat = "offload", whose copies a CPU's program does not have."""
+    steps, moved, move = {}, [], roles.move
+
+    def record(params, memory):
+        params = move(params, memory)
+        moved.extend(value.sharding.memory_kind for value in params.values())
+        return params
+
+    monkeypatch.setattr(roles, "move", record)
     for place in ("device", "host"):
+        assert not moved
         words = [
             f"parallel.frozen={place}",
             "parallel.fsdp=2",
@@ -314,6 +324,8 @@ def test_a_reference_on_the_host_and_offloaded_inputs_change_no_bit(config, tmp_
         lines = run(config, tmp_path / place, *words)
         steps[place] = [(line["loss"], line["grad_norm"]) for line in lines]
     assert steps["host"] == steps["device"]
+    # To the host once, and back for each of two batches.
+    assert moved.count("device") >= 2 * moved.count("pinned_host") > 0
     assert "moves nothing" not in capsys.readouterr().err
     lora = ["parallel.frozen=host", "adapter.kind=lora", "run.max_steps=1"]
     run(config, tmp_path / "lora", *lora)  # its reference is the model without the adapter
