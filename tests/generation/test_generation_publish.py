@@ -447,7 +447,12 @@ def test_a_head_stays_with_the_trainer():
     raw = {**SIZES, **RAW["qwen3_5"], "vocab_size": 61}
     architecture = with_head(families.config_from_hf(raw), None)
     bundle = SimpleNamespace(
-        **{"architecture": architecture, "untrained": (), "options": {}, "mesh": make_mesh()},
+        **{
+            "architecture": architecture,
+            "untrained": (),
+            "options": {},
+            "mesh": make_mesh(fsdp=-1),
+        },
         **dict.fromkeys(("product", "folder", "adapter")),
     )
     params = {
@@ -460,7 +465,9 @@ def test_a_head_stays_with_the_trainer():
     }
     assert published and not any(name.startswith("mtp.") for name in published)
     assert any(path.startswith("mtp.") for path in params)
-    fakes = [FakeVllm(tensors=published), FakeVllm(tensors={**published, "mtp.fc.weight": None})]
+    # The second name is that of a copy, as GLM's folders have.
+    drafting = {**published, **dict.fromkeys(("mtp.fc.weight", "mtp.embed_tokens.weight"))}
+    fakes = [FakeVllm(tensors=published), FakeVllm(tensors=drafting)]
     with open_servers(fakes) as (_, servers, output):
         publisher = factory.open_weights(servers, bundle, delta=False)
         publisher.publish(0, params)

@@ -265,6 +265,9 @@ def open_weights(
         else:
             shapes |= tensors
     note_head(bundle, servers.log)
+    if bundle.architecture.mtp is not None:
+        # Also of its copies of embedding and head, which are no parameters.
+        held.append(bundle.architecture.mtp.form.root)
     entries = list_published(bundle)
     dtype, device = servers.config.weight_dtype, None
     wide = wide_tensors(bundle.architecture)
