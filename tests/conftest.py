@@ -21,6 +21,8 @@ os.environ.setdefault(
     "XLA_FLAGS",
     # The second is what the verbs set for their own process, so that all share what is compiled.
     "--xla_force_host_platform_device_count=4 --xla_gpu_enable_triton_gemm=false"
+    # A device that gets no core for 40 s, as on a busy machine, would end the process.
+    " --xla_cpu_collective_call_terminate_timeout_seconds=600"
     + (" --xla_cpu_use_fusion_emitters=false" if version("jaxlib") < "0.11" else ""),
 )
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
