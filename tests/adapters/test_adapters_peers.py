@@ -13,7 +13,7 @@ from jaxtrain.models import build, families, saving
 LENGTH = 40
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_pytorchs_experts_in_nf4_have_our_loss_and_gradients(benchmarks, tmp_path):
     import torch
     import transformers

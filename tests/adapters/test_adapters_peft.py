@@ -233,11 +233,11 @@ def test_recurrent_layers_go_to_peft_and_come_back(name, target, tmp_path):
     ("target", "slot"),
     [
         (["attention.z", "attention.b"], {"rslora": True}),
-        pytest.param(["attention"], {"dora": True}, marks=pytest.mark.thorough),
+        (["attention"], {"dora": True}),
     ],
     ids=str,
 )
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_pairs_of_two_matrices_are_one_of_pefts(target, slot, tmp_path):
     """Qwen3-Next's in_proj_qkvz and in_proj_ba: PEFT, we after reading it back, and the merged
     model compute the same."""

@@ -64,7 +64,7 @@ def assert_close(actual, expected, plain):
 @pytest.mark.parametrize(
     ("name", "target"),
     [
-        ("gpt_oss", ["all-linear"]),
+        pytest.param("gpt_oss", ["all-linear"], marks=pytest.mark.thorough),
         pytest.param("qwen3_5_moe", ["mlp"], marks=pytest.mark.thorough),
         pytest.param("granitemoehybrid", ["mlp"], marks=pytest.mark.thorough),
         pytest.param("gemma4", ["all-linear"], marks=pytest.mark.thorough),

@@ -98,17 +98,8 @@ def secrets(world, monkeypatch):
     server.server_close()
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "name",
-    [
-        "lora_qwen3",
-        *(
-            pytest.param(name, marks=pytest.mark.thorough)
-            for name in ("rl_calculator_vllm", "rl_draft_refresh")
-        ),
-    ],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("name", ["lora_qwen3", "rl_calculator_vllm", "rl_draft_refresh"])
 def test_every_verb_works_or_is_refused_and_shows_no_secret(world, secrets, name):
     row = fill_row(name, world, *secrets[name], verbs=ROWS[name])
     assert not [cell for cell in row.items() if cell[1].startswith("WRONG")]

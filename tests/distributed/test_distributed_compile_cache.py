@@ -145,11 +145,8 @@ def test_the_same_command_again_compiles_nothing(table, tmp_path):
     assert read_again == again
 
 
-@pytest.mark.parametrize(
-    "table",
-    [pytest.param(SFT, marks=pytest.mark.slow), pytest.param(RL, marks=pytest.mark.thorough)],
-    ids=["sft", "grpo"],
-)
+@pytest.mark.thorough
+@pytest.mark.parametrize("table", [SFT, RL], ids=["sft", "grpo"])
 def test_a_run_finds_what_a_dry_run_compiled(table, tmp_path):
     config, cache = write_config(tmp_path, table), tmp_path / "cache"
 

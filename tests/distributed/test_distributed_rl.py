@@ -233,7 +233,7 @@ def list_tensors() -> dict[str, list[int]]:
     return {name: list(shape) for name, shape in tensors.items()}
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "sync, mode",
     [("lora", "streaming"), pytest.param("delta", "async", marks=pytest.mark.thorough)],
@@ -265,7 +265,7 @@ def test_two_processes_bring_servers_what_they_export(tmp_path, sync, mode):
         fake.kill()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_signal_while_process_0_waits_for_answers_stops_all_at_one_step(tmp_path):
     fake = Server()
     fake.script.extend(["ok"] * 16 + ["stall"] * 100)

@@ -174,7 +174,13 @@ def test_float32_is_exact_where_the_fast_path_is_not(model):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("windows", [{"use_sliding_window": True, "sliding_window": 24}, {}])
+@pytest.mark.parametrize(
+    "windows",
+    [
+        {"use_sliding_window": True, "sliding_window": 24},
+        pytest.param({}, marks=pytest.mark.thorough),
+    ],
+)
 def test_tiles_of_attention_side_by_side_compute_what_each_does_alone(windows):
     raw = RAW | windows | {"max_window_layers": 1}
     sampled, trained, _ = compare(open_model(raw, sizes=GROUPED))

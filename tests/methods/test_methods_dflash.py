@@ -78,7 +78,7 @@ def test_meshes_are_one_device(single_device, axes):
     check_same(update(make(), **axes), single_device, 1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "weighting", ["dpace", pytest.param("continuation-value-only", marks=pytest.mark.thorough)]
 )

@@ -34,7 +34,7 @@ def make_batch():
     return jax.tree.map(lambda x: x[None], batch)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_microsteps_and_meshes_are_one_batch_on_one_device():
     """float32, the order of sums: 1e-5 of the largest gradient. (That the masks are the same for
     any microsteps: test_data_masks.)"""

@@ -112,7 +112,7 @@ class Live:
         return contextlib.nullcontext()
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["dflash", pytest.param("eagle3", marks=pytest.mark.thorough)])
 def test_a_refresh_is_a_step_on_each_answer_by_itself(folders, kind):
     """Its gradient is that of a run which trains the draft on the same answers as documents: with

@@ -261,12 +261,15 @@ def read(folder):
             ],
             marks=pytest.mark.thorough,
         ),
-        [
-            "task.num_minibatches=2",
-            "rollout.streaming=true",
-            "rollout.devices=2",
-            "env.kind=dialogue",
-        ],
+        pytest.param(
+            [
+                "task.num_minibatches=2",
+                "rollout.streaming=true",
+                "rollout.devices=2",
+                "env.kind=dialogue",
+            ],
+            marks=pytest.mark.thorough,
+        ),
     ],
     ids=["start", "bare", "streamed"],
 )

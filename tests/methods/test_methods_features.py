@@ -45,7 +45,7 @@ def draw_groups():
         pytest.param("last_token", True, marks=pytest.mark.thorough),
         pytest.param("completion_mean", False, marks=pytest.mark.thorough),
         pytest.param("mean_pooling", True, marks=pytest.mark.thorough),
-        pytest.param("concat", True, marks=pytest.mark.slow),
+        pytest.param("concat", True, marks=pytest.mark.thorough),
     ],
 )
 def test_a_branch_has_the_features_of_its_sequence_alone(model, method, share):

@@ -188,7 +188,7 @@ def test_a_rounds_numbers_wait_for_the_next_line_that_is_written(config, tmp_pat
     assert all("reward" in line for line in lines)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_a_mixed_reference_follows_and_comes_back_with_the_checkpoint(config, tmp_path):
     options = ("task.beta=0.01", "task.reference=mixed", "task.reference_every=2")
     options += ("task.reference_alpha=1.0", "checkpoint.every=3")

@@ -156,7 +156,7 @@ def read(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 def test_half_own_answers(tmp_path):
     """A whole run without any reward: own and given answers, held-out rows, a resumable cursor."""
     config = tmp_path / "run.toml"

@@ -109,8 +109,8 @@ def test_what_needs_the_whole_round_is_refused(config, tmp_path, capsys, words, 
     assert message in capsys.readouterr().err.replace("\n", " ")
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("mode", [pytest.param("prefetch", marks=pytest.mark.thorough), "async"])
+@pytest.mark.thorough
+@pytest.mark.parametrize("mode", ["prefetch", "async"])
 def test_streaming_goes_with_drawing_ahead(config, tmp_path, mode):
     words = (f"rollout.mode={mode}", "rollout.max_lag=2", "run.max_steps=12")
     lines = run(config, tmp_path / "run", {3: 1, 9: 3, 14: 5}, *words)

@@ -244,7 +244,7 @@ RANDOM = settings(
     "name, impl",
     [
         ("qwen3", "xla"),
-        pytest.param("mistral", "xla", marks=pytest.mark.slow),
+        pytest.param("mistral", "xla", marks=pytest.mark.thorough),
         pytest.param("mistral", "reference", marks=pytest.mark.slow),
         pytest.param("qwen3", "reference", marks=pytest.mark.thorough),
     ],

@@ -125,9 +125,8 @@ def write_rows(folder, kind, colors):
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("sft", ()),
         ("reward_model", ()),
-        pytest.param("preference", (), marks=pytest.mark.thorough),
+        *(pytest.param(kind, (), marks=pytest.mark.thorough) for kind in ("sft", "preference")),
         pytest.param(
             "distillation",
             ("task.teacher.kind=start", "task.ce_weight=1"),

@@ -236,7 +236,7 @@ def test_a_norm_of_groups_is_behind_its_gate():
     np.testing.assert_allclose(actual, expected.reshape(12) * scale, rtol=2e-6)
 
 
-@pytest.mark.slow
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
