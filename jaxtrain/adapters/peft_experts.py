@@ -147,7 +147,7 @@ def find_targets(names: Iterable[str], wrapped: Mapping[str, WrappedExperts]) ->
 
 
 class Outputs(NamedTuple):
-    """Those of a matrix among those of its parameter in PEFT."""
+    """Positions of a matrix's outputs among those of its parameter in PEFT."""
 
     first: int
     step: int

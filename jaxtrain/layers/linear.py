@@ -17,7 +17,7 @@ Dtype = jnp.dtype | type | str
 
 @dataclasses.dataclass(frozen=True)
 class LayerInit:
-    """How the parameters of layers are created, and the dtype in which they are used."""
+    """Settings by which the parameters of layers are created, and the dtype of their use."""
 
     rngs: nnx.Rngs
     std: float = 0.02

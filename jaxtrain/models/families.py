@@ -29,9 +29,9 @@ def resolve_architecture(name: str) -> str:
     """Return the name that a family here goes by: of an old spelling (LLaMAForCausalLM), of a model
     without its head (LlamaModel), of a class that torch's fully_shard renamed (FSDPLlama...), and
     by its text's class, of a model whose class has another ending around a tower."""
-    known = {**ARCHITECTURES, **DRAFTS}
+    built_in = {**ARCHITECTURES, **DRAFTS}
     plain = name.removeprefix("FSDP")
-    if name in known or any(entry.name == name for entry in plugins.list_entry_points("models")):
+    if name in built_in or any(entry.name == name for entry in plugins.list_entry_points("models")):
         return name
     by_spelling = {architecture.lower(): architecture for architecture in ARCHITECTURES}
     candidates = (

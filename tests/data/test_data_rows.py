@@ -128,7 +128,7 @@ def read_rollout(tokenizer, row, **options):
 
 
 def test_messages_as_json_are_messages(tokenizer):
-    """As CSV files have them; what pandas prints is refused by name."""
+    """CSV files hold them so; what pandas prints is refused by name."""
     answer = {"role": "assistant", "content": "a"}
     talk, asked = json.dumps([ASK, answer]), json.dumps([ASK])
     expected = ["<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n⟦a<|im_end|>⟧\n"]

@@ -113,27 +113,27 @@ def _list_parts(
     names |= {"tool": "a tool's result", "user": "a user's message"}
     count = max(trained) + 1 if trained else len(messages)
     for index, message in enumerate(messages[:count]):
-        place = ("messages", index)
+        path = ("messages", index)
         content = message.get("content") or ""
         if message["role"] != "assistant":
             if content.strip():
-                yield Part(names.get(message["role"], "a message"), (*place, "content"))
+                yield Part(names.get(message["role"], "a message"), (*path, "content"))
             continue
         # Of earlier turns templates leave thoughts out by design, but no calls: without them the
         # model reads results of unknown questions.
         for number, call in enumerate(_calls(message)):
-            at = (*place, "tool_calls", number, "function")
-            yield Part("tool_calls", (*at, "name"))
+            call_path = (*path, "tool_calls", number, "function")
+            yield Part("tool_calls", (*call_path, "name"))
             if call["function"].get("arguments"):
-                yield Part("tool_calls (arguments)", (*at, "arguments"))
+                yield Part("tool_calls (arguments)", (*call_path, "arguments"))
         if index not in trained:
             continue
         if (message.get("reasoning_content") or "").strip():
-            yield Part("reasoning_content", (*place, "reasoning_content"))
+            yield Part("reasoning_content", (*path, "reasoning_content"))
         if tag := _find_tag(content):
-            yield Part("the thought in a content", (*place, "content"), tag)
+            yield Part("the thought in a content", (*path, "content"), tag)
         if content.strip():
-            yield Part("content", (*place, "content"))
+            yield Part("content", (*path, "content"))
 
 
 def _calls(message: Mapping[str, Any]) -> Sequence[Any]:

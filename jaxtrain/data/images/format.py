@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import numpy as np
+from typing_extensions import override
 
 from jaxtrain.data.images.markers import Messages, has_pictures, render_pictures
 from jaxtrain.errors import UserError
@@ -185,6 +186,21 @@ class ImageFormat(ABC):
             np.ascontiguousarray(places.reshape(n, 2)),
             np.broadcast_to(np.array([rows, cols], np.int32), (n, 2)),
         )
+
+
+class ResizedFormat(ImageFormat):
+    """A format whose pictures stay whole: each is resized by its shape, and every patch of the
+    result is read."""
+
+    @abstractmethod
+    def fit(self, size: tuple[int, int]) -> tuple[int, int]:
+        """Return the width and height of a resized picture."""
+
+    @override
+    def count(self, size: tuple[int, int]) -> tuple[int, int]:
+        width, height = self.fit(size)
+        patches = (width // self.patch) * (height // self.patch)
+        return patches, patches // self.merge**2
 
 
 def read_format(

@@ -13,6 +13,7 @@ from jaxtrain.data.images.format import (
     BILINEAR,
     FormatSource,
     ImageFormat,
+    ResizedFormat,
     read_scale,
     require,
     require_token,
@@ -104,7 +105,7 @@ BUDGETS = (70, 140, 280, 560, 1120)
 
 
 @dataclass(frozen=True)
-class BudgetFormat(ImageFormat):
+class BudgetFormat(ResizedFormat):
     """Settings of Gemma 4's image processor."""
 
     served: ClassVar[bool] = False  # a resized picture may be resized again
@@ -119,16 +120,17 @@ class BudgetFormat(ImageFormat):
         config, settings, tokenizer, folder = source
         patch = int(source.vision.get("patch_size", 16))
         merge = int(source.vision.get("pooling_kernel_size", 3))
-        places = int(source.vision.get("position_embedding_size", 10240))
+        positions = int(source.vision.get("position_embedding_size", 10240))
         settings = {key: value for key, value in (settings or {}).items() if value is not None}
         sizes = {"patch_size": patch, "pooling_kernel_size": merge}
-        given = {"patch_size": 16, "pooling_kernel_size": 3} if source.settings is not None else {}
-        require({**sizes, **given, **settings}, {"do_resize": True, **sizes}, folder)
+        # What transformers takes where a file of settings leaves them out, whatever the tower has.
+        defaults = {} if source.settings is None else {"patch_size": 16, "pooling_kernel_size": 3}
+        require({**sizes, **defaults, **settings}, {"do_resize": True, **sizes}, folder)
         budget = settings.get("max_soft_tokens", 280)
-        if budget not in BUDGETS or budget * merge > places:
+        if budget not in BUDGETS or budget * merge > positions:
             raise UserError(
                 f"{folder}: its image processor sets max_soft_tokens to {budget}; it must be one of"
-                f" {', '.join(map(str, BUDGETS))}, and the tower has {places} positions"
+                f" {', '.join(map(str, BUDGETS))}, and the tower has {positions} positions"
                 f" (position_embedding_size) for {merge} patches of each token along a side"
             )
         if not settings.get("do_normalize", False):  # the tower shifts and scales pixels
@@ -160,12 +162,6 @@ class BudgetFormat(ImageFormat):
         }
 
     @override
-    def count(self, size: tuple[int, int]) -> tuple[int, int]:
-        width, height = self.fit(size)
-        patches = (width // self.patch) * (height // self.patch)
-        return patches, patches // self.merge**2
-
-    @override
     def expand(self, size: tuple[int, int]) -> str:
         return f"{self.opening}{self.placeholder * self.count(size)[1]}{self.closing}"
 
@@ -173,6 +169,7 @@ class BudgetFormat(ImageFormat):
     def segments(self, picture: "Picture") -> list[np.ndarray]:
         return [np.asarray(picture.resize(self.fit(picture.size), self.resample))]
 
+    @override
     def fit(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the width and height of a resized picture, the largest multiples of a token's
         pixels within the budget."""

@@ -14,7 +14,7 @@ from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.images.format import (
     BICUBIC,
     FormatSource,
-    ImageFormat,
+    ResizedFormat,
     read_scale,
     require,
     require_token,
@@ -28,7 +28,7 @@ MAX_ASPECT = 200
 
 
 @dataclass(frozen=True)
-class WholeFormat(ImageFormat):
+class WholeFormat(ResizedFormat):
     """Settings of the family's image processor."""
 
     min_pixels: int
@@ -74,12 +74,6 @@ class WholeFormat(ImageFormat):
         }
 
     @override
-    def count(self, size: tuple[int, int]) -> tuple[int, int]:
-        width, height = self.fit(size)
-        patches = (width // self.patch) * (height // self.patch)
-        return patches, patches // self.merge**2
-
-    @override
     def expand(self, size: tuple[int, int]) -> str:
         return self.placeholder * self.count(size)[1]
 
@@ -95,6 +89,7 @@ class WholeFormat(ImageFormat):
     def segments(self, picture: "Picture") -> list[np.ndarray]:
         return [np.asarray(self.resize(picture))]
 
+    @override
     def fit(self, size: tuple[int, int]) -> tuple[int, int]:
         """Return the width and height of a resized picture; raises MalformedRow for one that is too
         narrow."""

@@ -44,8 +44,8 @@ class DigitRows:
             raise UserError(
                 f"builtin:digits: size is {show(self.size)}, not a multiple of {SIDE} up to 1024"
             )
-        whole = SPLITS[self.split]
-        most = whole.stop - whole.start
+        rows = SPLITS[self.split]
+        most = rows.stop - rows.start
         count = self.num_rows
         if count is not None and (type(count) is not int or not 1 <= count <= most):
             raise UserError(

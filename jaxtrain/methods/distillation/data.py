@@ -236,11 +236,11 @@ class LogProbReader:
             return
         values = next(filter(lambda v: v is not None, (self._column(row, n) for n in COLUMNS[1:])))
         values = values["content"] if isinstance(values, Mapping) else values
-        for place, (entry, token) in enumerate(zip(values, tokens, strict=True)):
+        for index, (entry, token) in enumerate(zip(values, tokens, strict=True)):
             named = read_subject(entry)
             if named and token not in named:
                 raise MalformedRow(
-                    f"entry {place} is about token {named[0]}, where the tokenizer puts {token}:"
+                    f"entry {index} is about token {named[0]}, where the tokenizer puts {token}:"
                     " another tokenizer, template or answer"
                 )
 
