@@ -12,12 +12,18 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxtrain_kernels.lowered_kernels import keep_lowered
+
 try:
     import jax.experimental.pallas.mosaic_gpu as plgpu
 except ImportError:  # a jax without Mosaic GPU: `require_hopper` declines
     plgpu = None
 
 TESTED = (0, 11)  # the jax series that the kernels are written and tested for
+if plgpu is not None and jax.__version_info__[:2] == TESTED:
+    from jax._src.pallas.mosaic_gpu import lowering
+
+    keep_lowered(lowering)
 ZERO_BYTES = 32768  # of one copy in `zeros`
 TARGETS = ("H100", "H200", "H800", "GH200", "H20")
 

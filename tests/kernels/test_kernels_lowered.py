@@ -1,0 +1,126 @@
+"""Mosaic kernels are lowered once for equal kernels, in a process and on disk."""
+
+import functools
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain_kernels import Context, attention, lowered_kernels, mosaic
+from jaxtrain_kernels.lowered_kernels import Describer, UnknownObjectError, keep_lowered
+
+pytestmark = pytest.mark.skipif(
+    mosaic.plgpu is None or jax.__version_info__[:2] != mosaic.TESTED,
+    reason=f"Mosaic kernels are written for jax {mosaic.TESTED}",
+)
+NAME = "lower_unpipelined_jaxpr_to_module"
+
+
+@pytest.fixture
+def start_process(monkeypatch):
+    """A function after which nothing is in memory, as in a new process; returns a list to which
+    the name of each kernel that is lowered from then on is added."""
+    from jax._src.pallas.mosaic_gpu import lowering
+
+    original = getattr(lowering, NAME).__wrapped__
+
+    def start():
+        names = []
+
+        def lower(mesh, jax_mesh, jaxpr, *arguments, **options):
+            names.append(jaxpr.debug_info.func_name)
+            return original(mesh, jax_mesh, jaxpr, *arguments, **options)
+
+        fresh = types.SimpleNamespace(**{NAME: lower}, LoweringResult=lowering.LoweringResult)
+        keep_lowered(fresh)
+        monkeypatch.setattr(lowering, NAME, getattr(fresh, NAME))
+        return names
+
+    return start
+
+
+def lower(T=256, **settings) -> str:
+    """Return the text for a Hopper GPU of attention's forward pass, traced anew."""
+    from jax._src.mesh import AbstractDevice
+
+    device = AbstractDevice("NVIDIA H200", 132, "gpu")
+    mesh = jax.sharding.AbstractMesh((1,), ("x",), abstract_device=device)
+    heads = [jax.ShapeDtypeStruct((1, T, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
+    until = jax.ShapeDtypeStruct((1, T), jnp.int32)
+
+    def step(q, k, v, until):
+        context = Context(until, positions=until)
+        return attention(q, k, v, context, impl="mosaic_gpu", **settings)
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        return jax.jit(step).trace(*heads, until).lower(lowering_platforms=("cuda",)).as_text()
+
+
+def test_equal_kernels_are_lowered_once(start_process, tmp_path, monkeypatch):
+    monkeypatch.setattr(lowered_kernels, "find_file", lambda key: tmp_path / key)
+    names = start_process()
+    text = lower()
+    assert "tree_attention_fwd" in names and len(names) == len(set(names))
+    count = len(names)
+    assert lower() == text and len(names) == count
+    assert lower(softcap=20.0) != text and lower(softcap=30.0) != lower(softcap=20.0)
+    assert names.count("tree_attention_fwd") == 3
+
+    names = start_process()
+    assert lower() == text and not names  # all from the disk
+    for path in tmp_path.iterdir():
+        path.write_bytes(path.read_bytes()[:-1])
+    names = start_process()
+    lower(T=512)
+    assert lower() == text  # whatever was lowered before
+    assert names.count("tree_attention_fwd") == 2  # files that are not whole are not used
+
+
+def test_kernels_that_differ_have_other_keys(start_process, monkeypatch):
+    """Shapes, numbers in the kernel, and what a function of it closes over."""
+    keys, original = [], lowered_kernels.hash_kernel
+
+    def note_key(*arguments):
+        keys.append(original(*arguments))
+        return keys[-1]
+
+    monkeypatch.setattr(lowered_kernels, "hash_kernel", note_key)
+    monkeypatch.setattr(lowered_kernels, "find_file", lambda key: None)
+    start_process()
+    rows = {}
+    for settings in {}, {"T": 512}, {"scale": 0.3}, {"window": 100}, {"window": 101}:
+        keys.clear()
+        lower(**settings)
+        rows[str(settings)] = keys[-1]
+    assert len(set(rows.values())) == len(rows)
+
+
+def test_descriptions_tell_functions_apart():
+    def describe(value):
+        describer = Describer()
+        describer.add(value)
+        return describer.hexdigest()
+
+    def make(number, default=1):
+        def function(x, y=default):
+            return x + y + number
+
+        return function
+
+    assert describe(make(1)) == describe(make(1))
+    assert len({describe(f) for f in (make(1), make(2), make(1, 2), make(1.0), make(True))}) == 5
+    assert describe(functools.partial(make(1), 3)) != describe(functools.partial(make(1), 4))
+    assert describe((1, (2,))) != describe(((1, 2),)) != describe((1, 2))
+    assert describe({"a": "b c"}) != describe({"a b": "c"})
+    with pytest.raises(UnknownObjectError):
+        describe(make(object()))
+    with pytest.raises(UnknownObjectError):
+        describe(object())
+
+
+def test_folder_that_takes_no_file_costs_nothing(start_process, tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setattr(lowered_kernels, "find_file", lambda key: tmp_path / "file" / key)
+    names = start_process()
+    assert "tree_attention_fwd" in lower() and names
