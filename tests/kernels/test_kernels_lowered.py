@@ -6,7 +6,6 @@ import types
 import jax
 import jax.numpy as jnp
 import pytest
-
 from jaxtrain_kernels import Context, attention, lowered_kernels, mosaic
 from jaxtrain_kernels.lowered_kernels import Describer, UnknownObjectError, keep_lowered
 
