@@ -97,7 +97,6 @@ WIDE = {
     "methods.distillation.loss.local": "operands of a shard_map",
     "methods.distillation.loss.walk": "operands of a custom_vjp stand one by one",
     "methods.trees.selection.select_rows": "keys of a section and of a dataset",
-    "models.naming.attention_names": "each keyword is a tensor name of some family",
     "models.naming.expert_names": "each keyword is a tensor name of some family",
     "runs.checkpoint.Checkpoints": "keys of a section, and two sinks",
     "runs.dashboard.chart.chart": "one keyword for each key of the charts, and their size",

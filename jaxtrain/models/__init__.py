@@ -1,9 +1,10 @@
 """Model families, by the architecture name of config.json.
 
-A module here has `Config` (from_hf, to_hf), `Model` (a Decoder that makes its blocks) and
-`names(config)`. For all of them `families.py` reads configs, `build.py` draws random models,
-`loading.py` and `saving.py` read and write folders. Families of other packages are found by entry
-point in group jaxtrain.models, named as the architecture, or by model.family.
+A module here has `Config` (from_hf, to_hf, block_spec), `Model` (a Decoder, mostly of the blocks
+that the config declares) and `names(config)`. For all of them `families.py` reads configs,
+`build.py` draws random models, `loading.py` and `saving.py` read and write folders. Families of
+other packages are found by entry point in group jaxtrain.models, named as the architecture, or by
+model.family.
 """
 
 ARCHITECTURES = {

@@ -2,20 +2,14 @@
 and behind both layers of a block; only layers with a window are rotated."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.router import RoutingOptions
-from jaxtrain.models.blocks import attention_block, dense_mlp, experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, ExpertsSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import ExpertsConfig
-from jaxtrain.models.naming import attention_names, expert_names, mlp_names, outer_names
 from jaxtrain.models.windows import unrotated, windowed_layers
 
 NORMS = {
@@ -90,44 +84,19 @@ class Config(ExpertsConfig):
         count = self.num_shared_experts
         return self.moe_intermediate_size * count if count else None
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        experts = functools.partial(
-            experts_mlp,
-            num_hidden=config.moe_intermediate_size,
-            num_shared=config.shared_width,
-            choice_bias=True,
-        )
-        bias = config.attention_bias
-        return attention_block(
-            config,
-            options,
-            rngs,
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm="head",
-            output_gate="own",
-            norms=NORMS,
-            make_mlp=dense_mlp if kind == "dense" else experts,
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        return ExpertsSpec(
+            hidden=self.moe_intermediate_size,
+            num_shared=self.shared_width,
+            router="router.gate",
+            choice_bias="expert_bias",
         )
 
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        attention = AttentionSpec(qkv_bias=bias, out_bias=bias, qk_norm="head", output_gate="own")
+        return BlockSpec(attention, self.mlp_spec(kind), norms=NORMS)
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries, bias, count = outer_names(config), config.attention_bias, config.num_local_experts
-    experts = {
-        "router": "router.gate",
-        "choice_bias": "expert_bias",
-        "shared": "shared_experts" if config.shared_width else None,
-    }
-    for kind, layers in config.layers_by_kind().items():
-        biases = {"qkv_bias": bias, "out_bias": bias}
-        entries += attention_names(
-            kind, layers, qk_norm=True, gate="gate_proj", norms=NORMS, **biases
-        )
-        if kind == "dense":
-            entries += mlp_names(kind, layers)
-        else:
-            entries += expert_names(kind, layers, count, **experts)
-    return entries
+
+Model, names = SpecDecoder, spec_names

@@ -5,14 +5,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.norm import RMSNorm, ScaledLayerNorm
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import decoder_names
 
 NORMS = {"attention_norm": "input_layernorm"}
 
@@ -36,6 +31,11 @@ class CohereConfig(DecoderConfig):
     def logit_scale(self) -> float:
         return self.factor
 
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        attention = AttentionSpec(qkv_bias=bias, out_bias=bias, adjacent=True)
+        return BlockSpec(attention, norms=NORMS, parallel=True)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(CohereConfig):
@@ -43,22 +43,4 @@ class Config(CohereConfig):
     model_type: ClassVar[str] = "cohere"
 
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: CohereConfig, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.attention_bias
-        return attention_block(
-            config,
-            options,
-            rngs,
-            norms=NORMS,
-            parallel=True,
-            qkv_bias=bias,
-            out_bias=bias,
-            adjacent=True,
-        )
-
-
-def names(config: CohereConfig) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    bias = config.attention_bias
-    return decoder_names(config, qkv_bias=bias, out_bias=bias, norms=NORMS)
+Model, names = SpecDecoder, spec_names

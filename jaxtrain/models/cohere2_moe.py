@@ -2,24 +2,23 @@
 RMSNorm in the place of LayerNorm."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from flax import nnx
-
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.norm import RMSNorm, ScaledLayerNorm
 from jaxtrain.layers.router import RoutingOptions
 from jaxtrain.models import cohere
-from jaxtrain.models.blocks import attention_block, experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import (
+    BlockSpec,
+    DenseSpec,
+    ExpertsSpec,
+    MLPSpec,
+    SpecDecoder,
+    spec_names,
+)
 from jaxtrain.models.experts import ExpertsConfig, list_experts
-from jaxtrain.models.naming import attention_names, expert_names, mlp_names, outer_names
 from jaxtrain.models.windows import FULL, SLIDING, name_layers, windowed_layers
 
 DENSE = "first_k_dense_replace"
@@ -103,6 +102,22 @@ class Config(ExpertsConfig, cohere.CohereConfig):
         normalize = score == "softmax" or self.norm_topk_prob
         return RoutingOptions(top=self.num_experts_per_tok, score=score, normalize=normalize)
 
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        return ExpertsSpec(
+            hidden=self.intermediate_size,
+            num_shared=self.intermediate_size * self.num_shared_experts or None,
+            mean_shared=self.shared_expert_combination_strategy == "average",
+        )
+
+    def mlp_spec(self, kind: str) -> MLPSpec:
+        dense = DenseSpec(hidden=self.prefix_dense_intermediate_size or None)
+        return dense if kind == "dense" else self.experts_spec
+
+    def block_spec(self, kind: str) -> BlockSpec:
+        spec = cohere.CohereConfig.block_spec(self, kind)
+        return dataclasses.replace(spec, mlp=self.mlp_spec(kind))
+
 
 def name_kinds(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes with the lists of layers that `first_k_dense_replace` and the patterns
@@ -128,47 +143,4 @@ def name_kinds(raw: Mapping[str, Any]) -> dict[str, Any]:
     return raw
 
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.attention_bias
-        return attention_block(
-            config,
-            options,
-            rngs,
-            make_mlp=make_dense if kind == "dense" else make_experts(config),
-            norms=cohere.NORMS,
-            parallel=True,
-            qkv_bias=bias,
-            out_bias=bias,
-            adjacent=True,
-        )
-
-
-def make_dense(config: Config, init: LayerInit) -> GatedMLP:
-    """Build the MLP of a dense layer."""
-    hidden = config.prefix_dense_intermediate_size or config.intermediate_size
-    return GatedMLP(config.hidden_size, hidden, activation=config.hidden_act, init=init)
-
-
-def make_experts(config: Config) -> Any:
-    """Return the builder of routed and shared experts."""
-    hidden, shared = config.intermediate_size, config.num_shared_experts
-    return functools.partial(
-        experts_mlp,
-        num_hidden=hidden,
-        num_shared=hidden * shared or None,
-        mean_shared=config.shared_expert_combination_strategy == "average",
-    )
-
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries, bias = outer_names(config), config.attention_bias
-    shared = "shared_experts" if config.num_shared_experts else None
-    for kind, layers in config.layers_by_kind().items():
-        entries += attention_names(kind, layers, qkv_bias=bias, out_bias=bias, norms=cohere.NORMS)
-        if kind == "dense":
-            entries += mlp_names(kind, layers)
-        else:
-            entries += expert_names(kind, layers, config.num_local_experts, shared=shared)
-    return entries
+Model, names = SpecDecoder, spec_names

@@ -41,6 +41,10 @@ class DecoderConfig:
     """True if transformers 4 does not have the family: files have no rope_theta or rope_scaling."""
     norm: ClassVar[type[RMSNorm]] = RMSNorm
     """Norm before attention and MLP, and behind the last layer."""
+    final_norm_name: ClassVar[str] = "norm"
+    """Name of the norm behind the last layer in folders."""
+    prefix: ClassVar[str] = "model."
+    """Beginning of the names of the text's tensors; a field where folders differ."""
     activations: ClassVar[Collection[str]] = tuple(ACTIVATIONS)
     """Allowed values of hidden_act."""
     guesses: ClassVar[bool] = False
@@ -197,6 +201,11 @@ class DecoderConfig:
     def layers(self) -> tuple[LayerSpec, ...]:
         """Return the spec of each layer; by default all are alike."""
         return (LayerSpec(),) * self.num_hidden_layers
+
+    def block_spec(self, kind: str) -> Any:
+        """Return the models.blocks.BlockSpec of the layers of a kind, where `Model` is a
+        SpecDecoder."""
+        raise NotImplementedError(f"{type(self).__module__} has a Model of its own")
 
     def layers_by_kind(self) -> dict[str, list[int]]:
         """Return {kind: its layers}: how parameters are stacked."""

@@ -5,14 +5,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from flax import nnx
-
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import describe
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.router import RoutingOptions
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.latent import LatentConfig, latent_names, make_latent_block
+from jaxtrain.models.blocks import SpecDecoder, spec_names
+from jaxtrain.models.latent import LatentConfig
 
 METHODS = ("greedy", "group_limited_greedy")
 
@@ -49,11 +46,4 @@ class Config(LatentConfig):
         )
 
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return make_latent_block(kind, config, options, rngs)
-
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return latent_names(config)
+Model, names = SpecDecoder, spec_names

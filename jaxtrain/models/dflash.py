@@ -10,7 +10,7 @@ Shapes: B rows, T packed tokens, A blocks of K places, Q = A * K, F = C * D capt
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
@@ -32,10 +32,10 @@ from jaxtrain.layers.mixer import Decoding, LayerSpec
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import Angles, angles
 from jaxtrain.layers.stack import DecodingStates, Stack, StackInputs
-from jaxtrain.models.blocks import attention_block
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec
 from jaxtrain.models.decoder import DecoderCache, DecoderOptions, EmbeddingAndHead
 from jaxtrain.models.draft import DRAFT_FIELDS, BaseDraftConfig, Draft
-from jaxtrain.models.naming import attention_names, mlp_names
+from jaxtrain.models.naming import with_prefix
 from jaxtrain.models.windows import windowed_layers
 
 KEYS = ("block_size", "dflash_config", "num_target_layers", "auto_map", "is_causal")
@@ -137,6 +137,13 @@ class Config(BaseDraftConfig):
     def layers(self) -> tuple[LayerSpec, ...]:
         return windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)
 
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        attention = AttentionSpec(
+            layer=BlockAttention, qkv_bias=bias, out_bias=bias, qk_norm="head"
+        )
+        return BlockSpec(attention)
+
 
 def spread_layers(num_layers: int, count: int) -> tuple[int, ...]:
     """`count` layers of a target of `num_layers`, evenly from 1 to the third last (the middle one,
@@ -166,15 +173,7 @@ class Model(Draft):
         self.hidden_norm = RMSNorm(width, **norm)
         self.stack = Stack(
             config.layers(),
-            lambda kind, rngs: attention_block(
-                config,
-                options,
-                rngs,
-                qkv_bias=config.attention_bias,
-                out_bias=config.attention_bias,
-                qk_norm="head",
-                attention=BlockAttention,
-            ),
+            lambda kind, rngs: config.block_spec(kind).build(config, options, rngs),
             remat=options.remat,
             scan=options.scan_layers,
             rngs=rngs,
@@ -319,12 +318,10 @@ def chain(anchors_BA: jax.Array, next_BT: jax.Array, block_size: int) -> jax.Arr
 
 def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a draft folder that it is made of."""
-    layers: Sequence[int] = range(config.num_hidden_layers)
-    bias = config.attention_bias
+    layers = range(config.num_hidden_layers)
     return [
         ParameterEntry("fc.kernel", Transpose(TensorRef("fc.weight"))),
         ParameterEntry("hidden_norm.scale", TensorRef("hidden_norm.weight")),
         ParameterEntry("norm.scale", TensorRef("norm.weight")),
-        *attention_names("block", layers, "", qkv_bias=bias, out_bias=bias, qk_norm=True),
-        *mlp_names("block", layers, ""),
+        *with_prefix(config.block_spec("block").names(config, "block", layers), ""),
     ]

@@ -4,14 +4,9 @@ attention."""
 import dataclasses
 from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.models.blocks import attention_block, dense_mlp, grouped_experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import GroupedExpertsConfig
-from jaxtrain.models.naming import attention_names, grouped_expert_names, mlp_names, outer_names
 from jaxtrain.models.windows import windowed_layers
 
 
@@ -34,25 +29,11 @@ class Config(GroupedExpertsConfig):
             dataclasses.replace(spec, kind=kind) for spec, kind in zip(windows, kinds, strict=True)
         )
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias, make_mlp = (
-            config.attention_bias,
-            dense_mlp if kind == "dense" else grouped_experts_mlp,
-        )
-        return attention_block(
-            config, options, rngs, qkv_bias=bias, out_bias=bias, qk_norm="head", make_mlp=make_mlp
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        return BlockSpec(
+            AttentionSpec(qkv_bias=bias, out_bias=bias, qk_norm="head"), self.mlp_spec(kind)
         )
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries, bias = outer_names(config), config.attention_bias
-    for kind, layers in config.layers_by_kind().items():
-        entries += attention_names(kind, layers, qkv_bias=bias, out_bias=bias, qk_norm=True)
-        if kind == "dense":
-            entries += mlp_names(kind, layers)
-        else:
-            entries += grouped_expert_names(kind, layers, config)
-    return entries
+Model, names = SpecDecoder, spec_names

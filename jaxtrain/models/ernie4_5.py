@@ -1,16 +1,10 @@
 """ERNIE 4.5 dense (Baidu 2025): Llama that rotates pairs of adjacent dims."""
 
 import dataclasses
-import functools
 from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.models.blocks import attention_block, dense_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, DenseSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import decoder_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -21,17 +15,11 @@ class Config(DecoderConfig):
     use_bias: bool = False
     """On all matrices of a layer."""
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.use_bias
-        make_mlp = functools.partial(dense_mlp, use_bias=bias)
-        return attention_block(
-            config, options, rngs, qkv_bias=bias, out_bias=bias, adjacent=True, make_mlp=make_mlp
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.use_bias
+        return BlockSpec(
+            AttentionSpec(qkv_bias=bias, out_bias=bias, adjacent=True), DenseSpec(bias=bias)
         )
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    bias = config.use_bias
-    return decoder_names(config, qkv_bias=bias, out_bias=bias, mlp_bias=bias)
+Model, names = SpecDecoder, spec_names

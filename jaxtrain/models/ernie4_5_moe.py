@@ -2,20 +2,17 @@
 ones; pairs of adjacent dims are rotated."""
 
 import dataclasses
-import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
-
-from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import FirstRow, ParameterEntry, StackedOps
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.router import RoutingOptions
-from jaxtrain.models.blocks import attention_block, dense_mlp, experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, ExpertsSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import ExpertsConfig
-from jaxtrain.models.naming import attention_names, expert_names, mlp_names, outer_names
+
+BIAS = "moe_statics.e_score_correction_bias"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -76,31 +73,24 @@ class Config(ExpertsConfig):
         count = self.moe_num_shared_experts
         return self.moe_intermediate_size * count if count else None
 
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        hidden, shared = self.moe_intermediate_size, self.shared_width
+        return ErnieExperts(hidden=hidden, num_shared=shared, choice_bias=BIAS, wide=True)
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        experts = functools.partial(
-            experts_mlp,
-            num_hidden=config.moe_intermediate_size,
-            num_shared=config.shared_width,
-            choice_bias=True,
-            wide=True,
-        )
-        make_mlp = dense_mlp if kind == "dense" else experts
-        return attention_block(config, options, rngs, adjacent=True, make_mlp=make_mlp)
+    def block_spec(self, kind: str) -> BlockSpec:
+        return BlockSpec(AttentionSpec(adjacent=True), self.mlp_spec(kind))
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries = outer_names(config)
-    shared = "shared_experts" if config.shared_width else None
-    for kind, layers in config.layers_by_kind().items():
-        entries += attention_names(kind, layers)
-        if kind == "dense":
-            entries += mlp_names(kind, layers)
-            continue
-        entries += expert_names(kind, layers, config.num_local_experts, shared=shared)
-        bias = "mlp.moe_statics.e_score_correction_bias"
-        rows = tuple(FirstRow(f"model.layers.{layer}.{bias}") for layer in layers)
-        entries.append(ParameterEntry(f"stack.{kind}.mlp.router.choice_bias", StackedOps(rows)))
-    return entries
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ErnieExperts(ExpertsSpec):
+    """Experts whose choice bias is the first row of a tensor."""
+
+    def names(self, config: Any, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
+        plain = dataclasses.replace(self, choice_bias=None)
+        rows = tuple(FirstRow(f"model.layers.{layer}.mlp.{self.choice_bias}") for layer in layers)
+        bias = ParameterEntry(f"stack.{kind}.mlp.router.choice_bias", StackedOps(rows))
+        return [*ExpertsSpec.names(plain, config, kind, layers), bias]
+
+
+Model, names = SpecDecoder, spec_names

@@ -5,14 +5,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import POST_NORMS, decoder_names
+from jaxtrain.models.naming import POST_NORMS
 from jaxtrain.models.windows import FULL, SLIDING, name_layers, unrotated, windowed_layers
 
 
@@ -37,12 +33,8 @@ class Config(DecoderConfig):
         specs = windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)
         return specs if self.sliding_window is None else unrotated(specs)
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return attention_block(config, options, rngs, qk_norm="head", norms=POST_NORMS)
+    def block_spec(self, kind: str) -> BlockSpec:
+        return BlockSpec(AttentionSpec(qk_norm="head"), norms=POST_NORMS)
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return decoder_names(config, qk_norm=True, norms=POST_NORMS)
+Model, names = SpecDecoder, spec_names

@@ -1,14 +1,23 @@
 """The config.json attributes shared by families with a mixture of experts."""
 
 import dataclasses
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import describe
+from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.router import RoutingOptions
+from jaxtrain.models.blocks import DenseSpec, ExpertsSpec, MLPSpec
 from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.naming import (
+    CHOICE_BIAS,
+    fused_expert_names,
+    linear_entries,
+    transpose_experts,
+)
 
 ALIASES = {
     "num_local_experts": (
@@ -90,6 +99,16 @@ class ExpertsConfig(DecoderConfig):
     def experts_per_token(self) -> tuple[int, int]:
         return self.num_experts_per_tok, self.num_local_experts
 
+    @property
+    @abstractmethod
+    def experts_spec(self) -> ExpertsSpec:
+        """Declaration of the experts of a layer."""
+
+    def mlp_spec(self, kind: str) -> MLPSpec:
+        """Return the declaration of the MLP of a kind of layers: experts, or a dense one if the
+        kind's name ends with "dense"."""
+        return DenseSpec() if kind.endswith("dense") else self.experts_spec
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SparseStepConfig(ExpertsConfig):
@@ -115,6 +134,10 @@ class SparseStepConfig(ExpertsConfig):
     @property
     def routing(self) -> RoutingOptions:
         return RoutingOptions(top=self.num_experts_per_tok, normalize=self.norm_topk_prob)
+
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        return ExpertsSpec(hidden=self.moe_intermediate_size)
 
     def check(self) -> None:
         if self.decoder_sparse_step < 1:
@@ -208,3 +231,44 @@ class GroupedExpertsConfig(ExpertsConfig):
         """F of the MLP that all tokens go through."""
         count = self.n_shared_experts
         return self.moe_intermediate_size * count if count else None
+
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        return ExpertsSpec(
+            hidden=self.moe_intermediate_size,
+            num_shared=self.shared_width,
+            choice_bias=CHOICE_BIAS if self.routing.score == "sigmoid" else None,
+            wide=self.wide_router,
+        )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FusedExpertsSpec(ExpertsSpec):
+    """Experts whose gates and ups are one tensor of a folder, and whose downs are another."""
+
+    tensors: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
+    swapped: bool = False
+    """The tensors are [E, in, out] in place of [E, out, in]."""
+
+    def names(self, config: Any, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
+        entries = fused_expert_names(
+            kind,
+            layers,
+            self.hidden,
+            module=f"{self.module}.",
+            router=self.router,
+            tensors=self.tensors,
+        )
+        if self.swapped:
+            entries = list(map(transpose_experts, entries))
+        return entries + self.shared_names(kind, layers) + self.gate_names(kind, layers)
+
+    def shared_names(self, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
+        """List the parameters of the shared expert, if there is one."""
+        return [
+            entry
+            for path, tensor in (self.parts if self.num_shared else {}).items()
+            for entry in linear_entries(
+                kind, layers, f"mlp.shared.{path}", f"{self.module}.{self.shared_name}.{tensor}"
+            )
+        ]

@@ -2,20 +2,16 @@
 many queries, and attention and MLP side by side behind one norm or behind a norm each."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
-
-from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.norm import LayerNorm, RMSNorm
-from jaxtrain.models.blocks import attention_block, plain_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import BlockSpec, DenseSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.joint_heads import joint_head_names
-from jaxtrain.models.naming import PRE_NORMS, norm_names, outer_names, rename_tensors
+from jaxtrain.models.joint_heads import PARTS, JointHeadsSpec
+from jaxtrain.models.naming import PRE_NORMS, rename_tensors
 
 SEPARATE_NORMS = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
 
@@ -24,6 +20,7 @@ SEPARATE_NORMS = {"attention_norm": "ln_attn", "mlp_norm": "ln_mlp"}
 class Config(DecoderConfig):
     architecture: ClassVar[str] = "FalconForCausalLM"
     model_type: ClassVar[str] = "falcon"
+    final_norm_name: ClassVar[str] = "ln_f"
     renamed: ClassVar[Mapping[str, str]] = {
         "hidden_act": "activation",
         "intermediate_size": "ffn_hidden_size",
@@ -74,32 +71,19 @@ class Config(DecoderConfig):
             return SEPARATE_NORMS
         return {"attention_norm": PRE_NORMS["attention_norm"]}
 
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.bias
+        attention = JointHeadsSpec(kv_heads=self.key_heads, qkv_bias=bias, out_bias=bias)
+        mlp = DenseSpec(bias=bias, parts=PARTS)
+        return BlockSpec(attention, mlp, norms=self.block_norms, parallel=self.parallel_attn)
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.bias
-        return attention_block(
-            dataclasses.replace(config, num_key_value_heads=config.key_heads),
-            options,
-            rngs,
-            norms=config.block_norms,
-            parallel=config.parallel_attn,
-            qkv_bias=bias,
-            out_bias=bias,
-            make_mlp=functools.partial(plain_mlp, use_bias=bias),
-        )
+
+Model = SpecDecoder
 
 
 def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    layers, bias = range(config.num_hidden_layers), config.bias
-    heads = config.num_attention_heads, config.key_heads, config.head_size
-    entries = [
-        *outer_names(config, "ln_f"),
-        *norm_names("block", layers, config.block_norms, parts=config.norm.parameters),
-        *joint_head_names("block", layers, heads, qkv_bias=bias, out_bias=bias, mlp_bias=bias),
-    ]
-    return rename_tensors(entries, rename)
+    return rename_tensors(spec_names(config), rename)
 
 
 def rename(name: str) -> str:

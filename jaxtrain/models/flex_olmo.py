@@ -3,12 +3,9 @@
 import dataclasses
 from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
 from jaxtrain.models import olmoe
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.naming import POST_NORMS
 
 
@@ -18,12 +15,10 @@ class Config(olmoe.OlmoExpertsConfig):
     model_type: ClassVar[str] = "flex_olmo"
     norm: ClassVar[type[RMSNorm]] = PreciseRMSNorm
 
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        attention = AttentionSpec(qkv_bias=bias, out_bias=bias, qk_norm="all_heads")
+        return BlockSpec(attention, self.experts_spec, norms=POST_NORMS)
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return olmoe.make_expert_block(config, options, rngs, norms=POST_NORMS)
 
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return olmoe.names(config, POST_NORMS)
+Model, names = SpecDecoder, spec_names

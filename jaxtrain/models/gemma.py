@@ -5,14 +5,9 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import decoder_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -29,13 +24,9 @@ class Config(DecoderConfig):
     def embedding_scale(self) -> float:
         return self.hidden_size**0.5
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.attention_bias
-        return attention_block(config, options, rngs, qkv_bias=bias, out_bias=bias)
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        return BlockSpec(AttentionSpec(qkv_bias=bias, out_bias=bias))
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return decoder_names(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+Model, names = SpecDecoder, spec_names

@@ -5,15 +5,11 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import SANDWICH_NORMS, decoder_names
+from jaxtrain.models.naming import SANDWICH_NORMS
 from jaxtrain.models.windows import windowed_layers
 
 
@@ -28,6 +24,8 @@ class Config(DecoderConfig):
         "hidden_act": ("gelu_pytorch_tanh",),
     }
 
+    block_norms: ClassVar[Mapping[str, str]] = SANDWICH_NORMS
+    """The norms of a block and what they are called there."""
     attention_bias: bool = False
     """On all four projections."""
     query_pre_attn_scalar: int
@@ -48,26 +46,11 @@ class Config(DecoderConfig):
     def logit_softcap(self) -> float | None:
         return self.final_logit_softcapping
 
-
-class Model(Decoder):
-    norms: ClassVar[Mapping[str, str]] = SANDWICH_NORMS
-    """Of a block."""
-
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.attention_bias
-        return attention_block(
-            config,
-            options,
-            rngs,
-            norms=self.norms,
-            qkv_bias=bias,
-            out_bias=bias,
-            scale=config.query_pre_attn_scalar**-0.5,
-            softcap=config.attn_logit_softcapping,
-        )
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        scale, softcap = self.query_pre_attn_scalar**-0.5, self.attn_logit_softcapping
+        attention = AttentionSpec(qkv_bias=bias, out_bias=bias, scale=scale, softcap=softcap)
+        return BlockSpec(attention, norms=self.block_norms)
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    bias = config.attention_bias
-    return decoder_names(config, qkv_bias=bias, out_bias=bias, norms=SANDWICH_NORMS)
+Model, names = SpecDecoder, spec_names

@@ -10,25 +10,16 @@ import math
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Self
 
-from flax import nnx
-
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields
 from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import IMAGES, LayerSpec
 from jaxtrain.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.gemma_vision import SquareConfig, square_names
 from jaxtrain.models.multimodal import ImageTextConfig
-from jaxtrain.models.naming import (
-    SANDWICH_NORMS,
-    attention_names,
-    mlp_names,
-    outer_names,
-    with_prefix,
-)
+from jaxtrain.models.naming import SANDWICH_NORMS
 from jaxtrain.models.windows import FULL, SLIDING, name_layers, windowed_layers
 
 PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
@@ -135,31 +126,18 @@ class Config(ImageTextConfig):
     def logit_softcap(self) -> float | None:
         return self.final_logit_softcapping
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.attention_bias
-        return attention_block(
-            config,
-            options,
-            rngs,
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias, scale = self.attention_bias, self.query_pre_attn_scalar**-0.5
+        return BlockSpec(
+            AttentionSpec(qkv_bias=bias, out_bias=bias, qk_norm="head", scale=scale),
             norms=SANDWICH_NORMS,
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm="head",
-            scale=config.query_pre_attn_scalar**-0.5,
         )
+
+
+Model = SpecDecoder
 
 
 def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    bias, layers = config.attention_bias, range(config.num_hidden_layers)
-    entries = [
-        *outer_names(config),
-        *attention_names(
-            "block", layers, qkv_bias=bias, out_bias=bias, qk_norm=True, norms=SANDWICH_NORMS
-        ),
-        *mlp_names("block", layers),
-    ]
     tower = [] if config.vision is None else square_names(config.vision, *config.tower_roots)
-    return [*with_prefix(entries, config.prefix), *tower]
+    return [*spec_names(config), *tower]

@@ -38,6 +38,7 @@ from jaxtrain.layers.parallel_mlp import ParallelMLP
 from jaxtrain.layers.per_layer import PerLayerGate, PerLayerInputs
 from jaxtrain.layers.rope import frequencies
 from jaxtrain.layers.router import Router, RoutingOptions
+from jaxtrain.models.blocks import DenseSpec
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.gemma4_vision import TowerConfig, tower_names
 from jaxtrain.models.multimodal import ImageTextConfig
@@ -46,7 +47,6 @@ from jaxtrain.models.naming import (
     fused_expert_names,
     layer_entry,
     linear_entries,
-    mlp_names,
     norm_names,
     outer_names,
     with_prefix,
@@ -336,11 +336,12 @@ class Model(Decoder):
             init=init,
         )
         hidden = config.intermediate_size * (2 if shared and config.use_double_wide_mlp else 1)
-        mlp, norms = GatedMLP(width, hidden, activation=act, init=init), SANDWICH_NORMS.keys()
+        mlp, norms = GatedMLP(width, hidden, activation=act, init=init), [*SANDWICH_NORMS]
         if config.enable_moe_block:
             experts = make_experts(config, init)
             inner = {name.removeprefix("mlp."): make_norm() for name in EXPERT_NORMS}
-            mlp, norms = ParallelMLP(mlp, experts, **inner), norms - {"mlp_norm"}
+            mlp = ParallelMLP(mlp, experts, **inner)
+            norms.remove("mlp_norm")
         per_layer_width = config.hidden_size_per_layer_input
         per_layer = None
         if per_layer_width:
@@ -436,7 +437,7 @@ def layer_names(config: Config, kind: str, layers: Sequence[int]) -> list[Parame
         for part in ("gate", "up", "down"):
             entries += linear(f"mlp.dense.{part}", f"mlp.{part}_proj")
     else:
-        entries += mlp_names(kind, layers)
+        entries += DenseSpec().names(config, kind, layers)
     if config.hidden_size_per_layer_input:
         norms["per_layer.norm"] = "post_per_layer_input_norm"
         entries += linear("per_layer.gate", "per_layer_input_gate")

@@ -65,7 +65,7 @@ class TowerConfig(VisionConfig):
 
     model_type: ClassVar[str] = "gemma4_vision"
     renamed: ClassVar[Mapping[str, str]] = {
-        **{"hidden_act": "hidden_activation", "layer_norm_eps": "rms_norm_eps"},
+        **{"hidden_act": "hidden_activation", "layer_norm_eps": "rms_norm_eps"}
     }
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "attention_bias": (False, None),

@@ -20,16 +20,7 @@ from huggingface_hub.constants import HF_HOME
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.gguf_file import PLAIN, GgufFile, load_package
-from jaxtrain.huggingface.gguf_quants import (
-    BF16,
-    F16,
-    F32,
-    Q4_0,
-    Q4_K,
-    Q5_0,
-    Q8_0,
-    write_gguf,
-)
+from jaxtrain.huggingface.gguf_quants import BF16, F16, F32, Q4_0, Q4_K, Q5_0, Q8_0, write_gguf
 from jaxtrain.huggingface.gguf_tokenizer import KEY, describe_tokenizer, write_tokenizer
 from jaxtrain.huggingface.ops import SplitPiece, full_index
 from jaxtrain.huggingface.packed import open_folder

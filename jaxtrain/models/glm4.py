@@ -4,13 +4,8 @@ of adjacent dims."""
 import dataclasses
 from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, DenseSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import attention_names, joint_mlp_names, outer_names
 
 NORMS = {
     "attention_norm": "input_layernorm",
@@ -29,18 +24,9 @@ class Config(DecoderConfig):
     attention_bias: bool = True
     """On queries, keys and values."""
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.attention_bias
-        return attention_block(config, options, rngs, qkv_bias=bias, adjacent=True, norms=NORMS)
+    def block_spec(self, kind: str) -> BlockSpec:
+        attention = AttentionSpec(qkv_bias=self.attention_bias, adjacent=True)
+        return BlockSpec(attention, DenseSpec(joint=True), norms=NORMS)
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    kind, layers = "block", range(config.num_hidden_layers)
-    return [
-        *outer_names(config),
-        *attention_names(kind, layers, qkv_bias=config.attention_bias, norms=NORMS),
-        *joint_mlp_names(kind, layers, config.intermediate_size),
-    ]
+Model, names = SpecDecoder, spec_names

@@ -3,17 +3,9 @@
 import dataclasses
 from typing import ClassVar
 
-from flax import nnx
-
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.latent import (
-    ListedLatentConfig,
-    PairedLatentConfig,
-    latent_names,
-    make_latent_block,
-)
+from jaxtrain.models.blocks import SpecDecoder, spec_names
+from jaxtrain.models.latent import ListedLatentConfig, PairedLatentConfig
 from jaxtrain.models.mtp_form import MTPForm, layer_form
 
 
@@ -36,11 +28,4 @@ class Config(ListedLatentConfig, PairedLatentConfig):
             )
 
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return make_latent_block(kind, config, options, rngs)
-
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return latent_names(config)
+Model, names = SpecDecoder, spec_names

@@ -4,12 +4,8 @@ included; as there, rows of up to `index_topk` tokens."""
 import dataclasses
 from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models import deepseek_v32
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.latent import latent_names, make_latent_block
+from jaxtrain.models.blocks import SpecDecoder, spec_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,11 +20,4 @@ class Config(deepseek_v32.Config):
     index_topk_pattern: str | None = None
 
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return make_latent_block(kind, config, options, rngs)
-
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return latent_names(config)
+Model, names = SpecDecoder, spec_names

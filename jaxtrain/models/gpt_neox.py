@@ -2,18 +2,14 @@
 without a gate, a part of each head rotated, attention and MLP side by side behind a norm each."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from flax import nnx
-
 from jaxtrain.huggingface.config_checks import check_rope
 from jaxtrain.huggingface.ops import TIED_COPY, ParameterEntry
-from jaxtrain.models.blocks import attention_block, plain_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.joint_heads import EqualHeadsConfig, joint_head_names
-from jaxtrain.models.naming import norm_names, outer_names, rename_tensors
+from jaxtrain.models.blocks import BlockSpec, DenseSpec, SpecDecoder, spec_names
+from jaxtrain.models.joint_heads import PARTS, EqualHeadsConfig, JointHeadsSpec
+from jaxtrain.models.naming import rename_tensors
 
 ROPE_KEYS = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_factor"}
 """Attributes of older files, and what they are called in rope_parameters."""
@@ -23,6 +19,7 @@ ROPE_KEYS = {"rotary_emb_base": "rope_theta", "rotary_pct": "partial_rotary_fact
 class Config(EqualHeadsConfig):
     architecture: ClassVar[str] = "GPTNeoXForCausalLM"
     model_type: ClassVar[str] = "gpt_neox"
+    final_norm_name: ClassVar[str] = "final_layer_norm"
 
     use_parallel_residual: bool = True
     """Attention and MLP read the same hidden states; else the MLP reads what attention wrote."""
@@ -43,31 +40,19 @@ class Config(EqualHeadsConfig):
         del raw["rope_theta"], raw["partial_rotary_factor"]
         return raw | {key: rope[name] for key, name in ROPE_KEYS.items()}
 
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        mlp = DenseSpec(bias=True, parts=PARTS)
+        attention = JointHeadsSpec(qkv_bias=bias, out_bias=bias)
+        return BlockSpec(attention, mlp, parallel=self.use_parallel_residual)
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.attention_bias
-        return attention_block(
-            config,
-            options,
-            rngs,
-            parallel=config.use_parallel_residual,
-            qkv_bias=bias,
-            out_bias=bias,
-            make_mlp=functools.partial(plain_mlp, use_bias=True),
-        )
+
+Model = SpecDecoder
 
 
 def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    layers, count = range(config.num_hidden_layers), config.num_attention_heads
-    heads, bias = (count, count, config.head_size), config.attention_bias
-    entries = [
-        *outer_names(config, "final_layer_norm"),
-        *norm_names("block", layers, parts=config.norm.parameters),
-        *joint_head_names("block", layers, heads, qkv_bias=bias, out_bias=bias, mlp_bias=True),
-    ]
-    return rename_tensors(entries, rename)
+    return rename_tensors(spec_names(config), rename)
 
 
 def rename(name: str) -> str:

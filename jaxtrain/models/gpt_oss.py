@@ -2,11 +2,9 @@
 layer, attention with a sink a head, whose window every other layer lacks."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
-from flax import nnx
 from jaxtrain_kernels import Clamped
 
 from jaxtrain.errors import UserError
@@ -14,10 +12,9 @@ from jaxtrain.huggingface.files import shorten
 from jaxtrain.huggingface.ops import Interleaved, ParameterEntry, StackedOps, TensorOp, TensorRef
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import PreciseRMSNorm, RMSNorm
-from jaxtrain.models.blocks import attention_block, experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, ExpertsSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import ExpertsConfig
-from jaxtrain.models.naming import attention_names, layer_entry, outer_names
+from jaxtrain.models.naming import layer_entry
 from jaxtrain.models.windows import windowed_layers
 
 SAME = {"experts_per_token": "num_experts_per_tok"}
@@ -67,52 +64,43 @@ class Config(ExpertsConfig):
             raise UserError(f"config.json: hidden_act={self.hidden_act!r}; gpt_oss has silu alone")
         super().check()
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        experts = functools.partial(
-            experts_mlp,
-            num_hidden=config.intermediate_size,
-            activation=Clamped(config.swiglu_limit, config.swiglu_alpha),
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        return InterleavedExperts(
+            hidden=self.intermediate_size,
+            activation=Clamped(self.swiglu_limit, self.swiglu_alpha),
             use_bias=True,
             logit_bias=True,
         )
-        bias = config.attention_bias
-        return attention_block(
-            config, options, rngs, qkv_bias=bias, out_bias=bias, sinks=True, make_mlp=experts
-        )
+
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        attention = AttentionSpec(qkv_bias=bias, out_bias=bias, sinks=True)
+        return BlockSpec(attention, self.experts_spec)
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    layers, bias = range(config.num_hidden_layers), config.attention_bias
-    return [
-        *outer_names(config),
-        *attention_names("block", layers, qkv_bias=bias, out_bias=bias),
-        layer_entry("block", layers, "attention.sinks", "self_attn.sinks"),
-        layer_entry("block", layers, "mlp.router.kernel", "mlp.router.weight", transpose=True),
-        layer_entry("block", layers, "mlp.router.bias", "mlp.router.bias"),
-        *interleaved_expert_names("block", layers),
-    ]
-
-
-def interleaved_expert_names(kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
+class InterleavedExperts(ExpertsSpec):
     """Experts, all of them in one tensor [E, in, out], gate and up in turns; and their biases."""
 
-    def entry(part: str, tensor: str, offset: int | None) -> ParameterEntry:
-        def op(layer: int) -> TensorOp:
-            name = f"model.layers.{layer}.mlp.experts.{tensor}"
-            return TensorRef(name) if offset is None else Interleaved(name, -1, offset, 2)
+    def names(self, config: Any, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
+        def entry(part: str, tensor: str, offset: int | None) -> ParameterEntry:
+            def op(layer: int) -> TensorOp:
+                name = f"model.layers.{layer}.mlp.experts.{tensor}"
+                return TensorRef(name) if offset is None else Interleaved(name, -1, offset, 2)
 
-        return ParameterEntry(
-            f"stack.{kind}.mlp.experts.{part}", StackedOps(tuple(op(n) for n in layers))
-        )
+            ops = tuple(op(layer) for layer in layers)
+            return ParameterEntry(f"stack.{kind}.mlp.experts.{part}", StackedOps(ops))
 
-    return [
-        entry("gate.kernel", "gate_up_proj", 0),
-        entry("up.kernel", "gate_up_proj", 1),
-        entry("down.kernel", "down_proj", None),
-        entry("gate.bias", "gate_up_proj_bias", 0),
-        entry("up.bias", "gate_up_proj_bias", 1),
-        entry("down.bias", "down_proj_bias", None),
-    ]
+        return [
+            layer_entry(kind, layers, "mlp.router.kernel", "mlp.router.weight", transpose=True),
+            layer_entry(kind, layers, "mlp.router.bias", "mlp.router.bias"),
+            entry("gate.kernel", "gate_up_proj", 0),
+            entry("up.kernel", "gate_up_proj", 1),
+            entry("down.kernel", "down_proj", None),
+            entry("gate.bias", "gate_up_proj_bias", 0),
+            entry("up.bias", "gate_up_proj_bias", 1),
+            entry("down.bias", "down_proj_bias", None),
+        ]
+
+
+Model, names = SpecDecoder, spec_names

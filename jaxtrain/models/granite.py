@@ -1,23 +1,27 @@
 """Granite 3 dense (IBM 2024): Llama with four multipliers, which the later Granites have, too."""
 
 import dataclasses
-import functools
-from typing import Any, ClassVar
-
-from flax import nnx
+from abc import abstractmethod
+from typing import ClassVar
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.layers.block import Block
-from jaxtrain.models.blocks import MakeMLP, attention_block, dense_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import (
+    AttentionSpec,
+    BlockSpec,
+    DenseSpec,
+    MLPSpec,
+    SpecDecoder,
+    spec_names,
+)
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import decoder_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GraniteConfig(DecoderConfig):
     """A DecoderConfig with what all Granites have."""
+
+    sinks: ClassVar[bool] = False
+    """Attention has a sink for each head."""
 
     attention_bias: bool = False
     """On all four projections."""
@@ -41,27 +45,15 @@ class GraniteConfig(DecoderConfig):
     def logit_scale(self) -> float:
         return 1 / self.logits_scaling
 
+    @property
+    @abstractmethod
+    def branch_spec(self) -> MLPSpec:
+        """Declaration of the MLP, experts or both."""
 
-def granite_block(
-    config: GraniteConfig,
-    options: DecoderOptions,
-    rngs: nnx.Rngs,
-    make_mlp: MakeMLP,
-    **choices: Any,
-) -> Block:
-    """Attention and what stands behind it; choices: further ones of `attention_block`."""
-    block = attention_block(
-        config,
-        options,
-        rngs,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        scale=config.attention_multiplier,
-        make_mlp=make_mlp,
-        **choices,
-    )
-    block.residual_scale = config.residual_multiplier
-    return block
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias, scale = self.attention_bias, self.attention_multiplier
+        attention = AttentionSpec(qkv_bias=bias, out_bias=bias, scale=scale, sinks=self.sinks)
+        return BlockSpec(attention, self.branch_spec, residual_scale=self.residual_multiplier)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -71,14 +63,9 @@ class Config(GraniteConfig):
 
     mlp_bias: bool = False
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        make_mlp = functools.partial(dense_mlp, use_bias=config.mlp_bias)
-        return granite_block(config, options, rngs, make_mlp)
+    @property
+    def branch_spec(self) -> MLPSpec:
+        return DenseSpec(bias=self.mlp_bias)
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    bias = config.attention_bias
-    return decoder_names(config, qkv_bias=bias, out_bias=bias, mlp_bias=config.mlp_bias)
+Model, names = SpecDecoder, spec_names

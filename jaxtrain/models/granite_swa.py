@@ -2,26 +2,23 @@
 and a rotation base for each layer."""
 
 import dataclasses
-import functools
 from typing import ClassVar
 
 import numpy as np
-from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.rope import frequencies
 from jaxtrain.models import granite
-from jaxtrain.models.blocks import dense_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.naming import layer_entry
+from jaxtrain.models.blocks import SpecDecoder, spec_names
 from jaxtrain.models.windows import windowed_layers
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class WindowedGraniteConfig(granite.GraniteConfig):
     """A GraniteConfig with windows and a rotation base for each layer."""
+
+    sinks: ClassVar[bool] = True
 
     sliding_window: int | None = None
     layer_types: tuple[str, ...]
@@ -65,14 +62,4 @@ class Config(WindowedGraniteConfig, granite.Config):
     model_type: ClassVar[str] = "granite_swa"
 
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        make_mlp = functools.partial(dense_mlp, use_bias=config.mlp_bias)
-        return granite.granite_block(config, options, rngs, make_mlp, sinks=True)
-
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    layers = range(config.num_hidden_layers)
-    sinks = layer_entry("block", layers, "attention.sinks", "self_attn.sinks")
-    return [*granite.names(config), sinks]
+Model, names = SpecDecoder, spec_names

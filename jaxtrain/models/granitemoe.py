@@ -2,18 +2,30 @@
 "shared" form an MLP beside them that all tokens go through."""
 
 import dataclasses
-import functools
 from collections.abc import Sequence
 from typing import ClassVar
 
-from flax import nnx
-
 from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.models.blocks import experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.experts import ExpertsConfig
-from jaxtrain.models.granite import GraniteConfig, granite_block
-from jaxtrain.models.naming import attention_names, fused_expert_names, outer_names
+from jaxtrain.models.blocks import ExpertsSpec, MLPSpec, SpecDecoder, spec_names
+from jaxtrain.models.experts import ExpertsConfig, FusedExpertsSpec
+from jaxtrain.models.granite import GraniteConfig
+from jaxtrain.models.naming import joint_mlp_names
+
+SHARED = ("shared_mlp.input_linear", "shared_mlp.output_linear")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GraniteExperts(FusedExpertsSpec):
+    """Experts as the Granites call them; gate and up of the shared one are one tensor, too."""
+
+    module: str = "block_sparse_moe"
+    router: str = "router.layer"
+    tensors: tuple[str, str] = ("input_linear.weight", "output_linear.weight")
+
+    def shared_names(self, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
+        if self.num_shared is None:
+            return []
+        return joint_mlp_names(kind, layers, self.num_shared, "mlp.shared", SHARED)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -28,38 +40,13 @@ class Config(ExpertsConfig, GraniteConfig):
         """F of the MLP that all tokens go through; None: there is none."""
         return None
 
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        return GraniteExperts(hidden=self.intermediate_size, num_shared=self.shared_width)
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return granite_block(
-            config,
-            options,
-            rngs,
-            functools.partial(
-                experts_mlp,
-                num_hidden=config.intermediate_size,
-                num_shared=config.shared_width,
-            ),
-        )
+    @property
+    def branch_spec(self) -> MLPSpec:
+        return self.experts_spec
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    layers, bias = range(config.num_hidden_layers), config.attention_bias
-    return [
-        *outer_names(config),
-        *attention_names("block", layers, qkv_bias=bias, out_bias=bias),
-        *granite_expert_names("block", layers, config.intermediate_size),
-    ]
-
-
-def granite_expert_names(kind: str, layers: Sequence[int], hidden: int) -> list[ParameterEntry]:
-    """The router and experts of `hidden` dims, as all Granites call them."""
-    return fused_expert_names(
-        kind,
-        layers,
-        hidden,
-        module="block_sparse_moe.",
-        router="router.layer",
-        tensors=("input_linear.weight", "output_linear.weight"),
-    )
+Model, names = SpecDecoder, spec_names

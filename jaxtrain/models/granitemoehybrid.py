@@ -2,11 +2,10 @@
 hybrids without position encoding, pure transformers with rotation."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields
@@ -14,20 +13,13 @@ from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mamba2 import Mamba2, MambaSizes
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.mlp import MLP, GatedMLP
-from jaxtrain.layers.moe import MoE, MoEOptions
-from jaxtrain.layers.router import Router, RoutingOptions
-from jaxtrain.models.blocks import block_of
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.granite import GraniteConfig, granite_block
-from jaxtrain.models.granitemoe import granite_expert_names
-from jaxtrain.models.granitemoeshared import shared_names
+from jaxtrain.layers.router import RoutingOptions
+from jaxtrain.models.blocks import BlockSpec, DenseSpec, MLPSpec, SpecDecoder, spec_names
+from jaxtrain.models.decoder import DecoderOptions
+from jaxtrain.models.granite import GraniteConfig
+from jaxtrain.models.granitemoe import SHARED, GraniteExperts
 from jaxtrain.models.mamba import mamba_names, read_dt_limit
-from jaxtrain.models.naming import (
-    attention_names,
-    norm_names,
-    outer_names,
-)
+from jaxtrain.models.naming import joint_mlp_names
 
 KINDS = {
     "mamba": "mamba",
@@ -132,44 +124,38 @@ class Config(GraniteConfig):
         count = self.num_local_experts
         return (self.num_experts_per_tok, count) if count else None
 
+    @property
+    def routing(self) -> RoutingOptions:
+        """Options of the router: a softmax over the chosen experts."""
+        return RoutingOptions(top=self.num_experts_per_tok, normalize=True)
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        if kind != "mamba":
-            return granite_block(config, options, rngs, make_mlp)
-        init = options.layer_init(config, rngs)
-        mixer = Mamba2(config.hidden_size, config.sizes, norm_eps=config.rms_norm_eps, init=init)
-        return block_of(config, init, mixer, make_mlp, residual_scale=config.residual_multiplier)
+    @property
+    def branch_spec(self) -> MLPSpec:
+        shared = self.shared_intermediate_size
+        if self.num_local_experts:
+            return GraniteExperts(hidden=self.intermediate_size, num_shared=shared)
+        return SharedSpec(hidden=shared)
 
-
-def make_mlp(config: Config, init: LayerInit) -> MLP | MoE:
-    """The shared MLP, beside experts where there are any."""
-    width, act, shared = config.hidden_size, config.hidden_act, config.shared_intermediate_size
-    count, top = config.num_local_experts, config.num_experts_per_tok
-    if not count:
-        return GatedMLP(width, shared, activation=act, init=init)
-    return MoE(
-        Router(width, count, RoutingOptions(top=top, normalize=True), init=init),
-        width,
-        config.intermediate_size,
-        count,
-        MoEOptions(activation=act, num_shared=shared),
-        init=init,
-    )
+    def block_spec(self, kind: str) -> BlockSpec:
+        spec = super().block_spec(kind)
+        return dataclasses.replace(spec, mixer=MambaSpec()) if kind == "mamba" else spec
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries = outer_names(config)
-    for kind, layers in config.layers_by_kind().items():
-        if kind == "mamba":
-            entries += mamba_names(config.sizes, kind, layers, "attention", "mamba")
-            entries += norm_names(kind, layers)
-        else:
-            bias = config.attention_bias
-            entries += attention_names(kind, layers, qkv_bias=bias, out_bias=bias)
-        path = "mlp.shared" if config.num_local_experts else "mlp"
-        entries += shared_names(kind, layers, config.shared_intermediate_size, path)
-        if config.num_local_experts:
-            entries += granite_expert_names(kind, layers, config.intermediate_size)
-    return entries
+class MambaSpec:
+    """Mamba-2 of the config's sizes."""
+
+    def build(self, config: Config, options: DecoderOptions, init: LayerInit) -> Mamba2:
+        return Mamba2(config.hidden_size, config.sizes, norm_eps=config.rms_norm_eps, init=init)
+
+    def names(self, config: Config, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
+        return mamba_names(config.sizes, kind, layers, "attention", "mamba")
+
+
+class SharedSpec(DenseSpec):
+    """The shared MLP where there are no experts."""
+
+    def names(self, config: Any, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
+        return joint_mlp_names(kind, layers, config.shared_intermediate_size, modules=SHARED)
+
+
+Model, names = SpecDecoder, spec_names

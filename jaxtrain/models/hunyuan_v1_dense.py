@@ -4,13 +4,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import decoder_names
 
 QK_NORMS = ("query_layernorm", "key_layernorm")
 HUB: dict[str, tuple[Any, ...]] = {
@@ -35,16 +30,12 @@ class Config(DecoderConfig):
     attention_bias: bool = False
     """On all four projections."""
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.attention_bias
-        return attention_block(
-            config, options, rngs, qkv_bias=bias, out_bias=bias, qk_norm="rotated_head"
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        attention = AttentionSpec(
+            qkv_bias=bias, out_bias=bias, qk_norm="rotated_head", qk_norm_names=QK_NORMS
         )
+        return BlockSpec(attention)
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    bias = config.attention_bias
-    return decoder_names(config, qkv_bias=bias, out_bias=bias, qk_norm=True, qk_norms=QK_NORMS)
+Model, names = SpecDecoder, spec_names

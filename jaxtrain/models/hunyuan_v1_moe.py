@@ -2,19 +2,13 @@
 chosen; norms on queries and keys behind the rotation."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from flax import nnx
-
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.models.blocks import attention_block, experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, ExpertsSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import ExpertsConfig
 from jaxtrain.models.hunyuan_v1_dense import HUB, QK_NORMS
-from jaxtrain.models.naming import attention_names, expert_names, outer_names
 
 BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
 """Attributes that may be a list, a number a layer, all of which must be one."""
@@ -67,33 +61,19 @@ class Config(ExpertsConfig):
                 )
         return super().from_hf(raw)
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias, hidden = config.attention_bias, config.intermediate_size
-        return attention_block(
-            config,
-            options,
-            rngs,
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm="rotated_head",
-            make_mlp=functools.partial(
-                experts_mlp, num_hidden=hidden, num_shared=hidden, wide=True
-            ),
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        hidden = self.intermediate_size
+        return ExpertsSpec(
+            hidden=hidden, num_shared=hidden, shared_name="shared_mlp", router="gate.wg", wide=True
         )
 
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        attention = AttentionSpec(
+            qkv_bias=bias, out_bias=bias, qk_norm="rotated_head", qk_norm_names=QK_NORMS
+        )
+        return BlockSpec(attention, self.experts_spec)
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    layers, bias, count = (
-        range(config.num_hidden_layers),
-        config.attention_bias,
-        config.num_local_experts,
-    )
-    attention = {"qkv_bias": bias, "out_bias": bias, "qk_norm": True, "qk_norms": QK_NORMS}
-    return [
-        *outer_names(config),
-        *attention_names("block", layers, **attention),
-        *expert_names("block", layers, count, router="gate.wg", shared="shared_mlp"),
-    ]
+
+Model, names = SpecDecoder, spec_names

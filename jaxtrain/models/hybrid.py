@@ -6,26 +6,124 @@ The heads that predict further tokens (`mtp.`) are carried along unless they are
 
 import dataclasses
 import json
+from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
-
-from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields
 from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry, PermutedRows, StackedOps, Transpose
 from jaxtrain.layers.gated_delta import DeltaSizes, GatedDelta
+from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import RMSNorm, ZeroCenteredRMSNorm
-from jaxtrain.models.blocks import MakeMLP, attention_block, block_of
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, MLPSpec
 from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.mtp_form import QWEN, MTPForm
 from jaxtrain.models.multimodal import TextConfig
-from jaxtrain.models.naming import layer_entry, linear_entries, norm_names
+from jaxtrain.models.naming import layer_entry, linear_entries
 from jaxtrain.models.windows import name_layers
 
 LINEAR, FULL = "linear_attention", "full_attention"
+
+
+class DeltaSpec:
+    """Linear attention of the config's sizes, whose inputs are one tensor each (Qwen3.5)."""
+
+    def build(self, config: "HybridConfig", options: DecoderOptions, init: LayerInit) -> GatedDelta:
+        return GatedDelta(
+            config.hidden_size,
+            DeltaSizes(
+                config.linear_num_key_heads,
+                config.linear_num_value_heads,
+                config.linear_key_head_dim,
+                config.linear_value_head_dim,
+                config.linear_conv_kernel_dim,
+            ),
+            norm_eps=config.rms_norm_eps,
+            init=init,
+        )
+
+    def names(
+        self, config: "HybridConfig", kind: str, layers: Sequence[int]
+    ) -> list[ParameterEntry]:
+        H, K, V = (
+            config.linear_num_key_heads,
+            config.linear_key_head_dim,
+            config.linear_value_head_dim,
+        )
+        total = 2 * H * K + config.linear_num_value_heads * V
+        module = "linear_attn"
+        conv = StackedOps(
+            tuple(
+                PermutedRows(
+                    f"model.layers.{layer}.{module}.conv1d.weight", 0, group_rows(config), total
+                )
+                for layer in layers
+            )
+        )
+        return [
+            ParameterEntry(f"stack.{kind}.attention.conv", conv),
+            layer_entry(kind, layers, "attention.A_log", f"{module}.A_log"),
+            layer_entry(kind, layers, "attention.dt_bias", f"{module}.dt_bias"),
+            layer_entry(kind, layers, "attention.norm.scale", f"{module}.norm.weight"),
+            *linear_entries(kind, layers, "attention.out", f"{module}.out_proj"),
+            *self.projection_names(config, kind, layers),
+        ]
+
+    def projection_names(
+        self, config: "HybridConfig", kind: str, layers: Sequence[int]
+    ) -> list[ParameterEntry]:
+        """List the inputs of the convolution and the gates."""
+        runs = group_rows(config)
+        total = sum(size for _, size in runs)
+        qkv = StackedOps(
+            tuple(
+                Transpose(
+                    PermutedRows(
+                        f"model.layers.{layer}.linear_attn.in_proj_qkv.weight", 0, runs, total
+                    )
+                )
+                for layer in layers
+            )
+        )
+        entries = [ParameterEntry(f"stack.{kind}.attention.qkv.kernel", qkv)]
+        for name in ("z", "b", "a"):
+            module = f"linear_attn.in_proj_{name}"
+            entries += linear_entries(kind, layers, f"attention.{name}", module)
+        return entries
+
+
+class JointDeltaSpec(DeltaSpec):
+    """Linear attention whose inputs are two tensors, in which each key head has its rows of all
+    (Qwen3-Next)."""
+
+    def projection_names(
+        self, config: "HybridConfig", kind: str, layers: Sequence[int]
+    ) -> list[ParameterEntry]:
+        H, K = config.linear_num_key_heads, config.linear_key_head_dim
+        R = config.linear_num_value_heads // H
+        width = R * config.linear_value_head_dim
+        parts = {
+            "qkv": ("qkvz", 0, 2 * K + width),
+            "z": ("qkvz", 2 * K + width, width),
+            "b": ("ba", 0, R),
+            "a": ("ba", R, R),
+        }
+        steps = {"qkvz": 2 * K + 2 * width, "ba": 2 * R}
+        entries = []
+        for name, (tensor, start, size) in parts.items():
+            step = steps[tensor]
+            runs = tuple((head * step + start, size) for head in range(H))
+            names = [
+                f"model.layers.{layer}.linear_attn.in_proj_{tensor}.weight" for layer in layers
+            ]
+            op = StackedOps(
+                tuple(Transpose(PermutedRows(name, 0, runs, H * step)) for name in names)
+            )
+            entries.append(ParameterEntry(f"stack.{kind}.attention.{name}.kernel", op))
+        return entries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,6 +131,7 @@ class HybridConfig(TextConfig):
     """A TextConfig with layers of linear attention."""
 
     norm: ClassVar[type[RMSNorm]] = ZeroCenteredRMSNorm
+    linear_spec: ClassVar[DeltaSpec] = DeltaSpec()
     rope_keys: ClassVar[tuple[str, ...]] = (
         *("partial_rotary_factor", "mrope_section", "mrope_interleaved"),
     )
@@ -125,29 +224,15 @@ class HybridConfig(TextConfig):
         assert self.layer_types is not None
         return "linear" if self.layer_types[layer] == LINEAR else "block"
 
+    @property
+    @abstractmethod
+    def branch_spec(self) -> MLPSpec:
+        """Declaration of the MLP or of the experts."""
 
-def make_mixing_block(
-    linear: bool, config: HybridConfig, options: DecoderOptions, rngs: nnx.Rngs, make_mlp: MakeMLP
-) -> nnx.Module:
-    """A block of linear or of gated full attention."""
-    if not linear:
-        return attention_block(
-            config, options, rngs, qk_norm="head", output_gate="joint", make_mlp=make_mlp
-        )
-    init = options.layer_init(config, rngs)
-    mixer = GatedDelta(
-        config.hidden_size,
-        DeltaSizes(
-            config.linear_num_key_heads,
-            config.linear_num_value_heads,
-            config.linear_key_head_dim,
-            config.linear_value_head_dim,
-            config.linear_conv_kernel_dim,
-        ),
-        norm_eps=config.rms_norm_eps,
-        init=init,
-    )
-    return block_of(config, init, mixer, make_mlp)
+    def block_spec(self, kind: str) -> BlockSpec:
+        attention = AttentionSpec(qk_norm="head", output_gate="joint")
+        linear = kind.endswith("linear")
+        return BlockSpec(self.linear_spec if linear else attention, self.branch_spec)
 
 
 def group_rows(config: HybridConfig) -> tuple[tuple[int, int], ...]:
@@ -158,72 +243,3 @@ def group_rows(config: HybridConfig) -> tuple[tuple[int, int], ...]:
     for head in range(H):
         runs += [(head * K, K), (H * K + head * K, K), (2 * H * K + head * width, width)]
     return tuple(runs)
-
-
-def linear_names(config: HybridConfig, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
-    """Linear attention and both norms, all but what goes into the convolution and the gates."""
-    H, K, V = config.linear_num_key_heads, config.linear_key_head_dim, config.linear_value_head_dim
-    total = 2 * H * K + config.linear_num_value_heads * V
-    module = "linear_attn"
-    conv = StackedOps(
-        tuple(
-            PermutedRows(
-                f"model.layers.{layer}.{module}.conv1d.weight", 0, group_rows(config), total
-            )
-            for layer in layers
-        )
-    )
-    return [
-        *norm_names(kind, layers),
-        ParameterEntry(f"stack.{kind}.attention.conv", conv),
-        layer_entry(kind, layers, "attention.A_log", f"{module}.A_log"),
-        layer_entry(kind, layers, "attention.dt_bias", f"{module}.dt_bias"),
-        layer_entry(kind, layers, "attention.norm.scale", f"{module}.norm.weight"),
-        *linear_entries(kind, layers, "attention.out", f"{module}.out_proj"),
-    ]
-
-
-def projection_names(
-    config: HybridConfig, kind: str, layers: Sequence[int]
-) -> list[ParameterEntry]:
-    """List the inputs of the convolution and the gates, stored as one tensor each (Qwen3.5)."""
-    runs = group_rows(config)
-    total = sum(size for _, size in runs)
-    qkv = StackedOps(
-        tuple(
-            Transpose(
-                PermutedRows(f"model.layers.{layer}.linear_attn.in_proj_qkv.weight", 0, runs, total)
-            )
-            for layer in layers
-        )
-    )
-    entries = [ParameterEntry(f"stack.{kind}.attention.qkv.kernel", qkv)]
-    for name in ("z", "b", "a"):
-        module = f"linear_attn.in_proj_{name}"
-        entries += linear_entries(kind, layers, f"attention.{name}", module)
-    return entries
-
-
-def joint_projection_names(
-    config: HybridConfig, kind: str, layers: Sequence[int]
-) -> list[ParameterEntry]:
-    """List the inputs of the convolution and the gates, stored in two tensors in which each key
-    head has its rows of all (Qwen3-Next)."""
-    H, K = config.linear_num_key_heads, config.linear_key_head_dim
-    R = config.linear_num_value_heads // H
-    width = R * config.linear_value_head_dim
-    parts = {
-        "qkv": ("qkvz", 0, 2 * K + width),
-        "z": ("qkvz", 2 * K + width, width),
-        "b": ("ba", 0, R),
-        "a": ("ba", R, R),
-    }
-    steps = {"qkvz": 2 * K + 2 * width, "ba": 2 * R}
-    entries = []
-    for name, (tensor, start, size) in parts.items():
-        step = steps[tensor]
-        runs = tuple((head * step + start, size) for head in range(H))
-        names = [f"model.layers.{layer}.linear_attn.in_proj_{tensor}.weight" for layer in layers]
-        op = StackedOps(tuple(Transpose(PermutedRows(name, 0, runs, H * step)) for name in names))
-        entries.append(ParameterEntry(f"stack.{kind}.attention.{name}.kernel", op))
-    return entries

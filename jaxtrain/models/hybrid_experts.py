@@ -2,22 +2,15 @@
 share."""
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import Self
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.layers.linear import LayerInit
-from jaxtrain.layers.moe import MoE, MoEOptions
-from jaxtrain.layers.router import Router, RoutingOptions
+from jaxtrain.layers.router import RoutingOptions
+from jaxtrain.models.blocks import ExpertsSpec
+from jaxtrain.models.experts import FusedExpertsSpec
 from jaxtrain.models.hybrid import HybridConfig
 from jaxtrain.models.mtp_form import QWEN
-from jaxtrain.models.naming import (
-    expert_names,
-    fused_expert_names,
-    layer_entry,
-    linear_entries,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,40 +50,22 @@ class HybridExpertsConfig(HybridConfig):
     def experts_per_token(self) -> tuple[int, int]:
         return self.num_experts_per_tok, self.num_experts
 
+    @property
+    def routing(self) -> RoutingOptions:
+        """Options of the router: a softmax over the chosen experts."""
+        return RoutingOptions(top=self.num_experts_per_tok, normalize=True)
+
+    @property
+    def branch_spec(self) -> ExpertsSpec:
+        return (FusedExpertsSpec if self.fused_experts else ExpertsSpec)(
+            hidden=self.moe_intermediate_size,
+            num_shared=self.shared_expert_intermediate_size,
+            shared_name="shared_expert",
+            gate_shared=True,
+        )
+
 
 def _are_fused(tensors: Collection[str], root: str) -> bool:
     """Return True if one of the tensors behind `root` holds all experts of a layer."""
     ending = ".mlp.experts.gate_up_proj"
     return any(name.startswith(root) and name.endswith(ending) for name in tensors)
-
-
-def shared_experts_mlp(config: HybridExpertsConfig, init: LayerInit, *, normalize: bool) -> MoE:
-    """Experts and a shared one; normalize: the gates of a token sum to 1."""
-    width, count, top = config.hidden_size, config.num_experts, config.num_experts_per_tok
-    return MoE(
-        Router(width, count, RoutingOptions(top=top, normalize=normalize), init=init),
-        width,
-        config.moe_intermediate_size,
-        count,
-        MoEOptions(
-            activation=config.hidden_act,
-            num_shared=config.shared_expert_intermediate_size,
-            gate_shared=True,
-        ),
-        init=init,
-    )
-
-
-def shared_expert_names(
-    config: HybridExpertsConfig, kind: str, layers: Sequence[int]
-) -> list[ParameterEntry]:
-    """A router, its experts in the folder's layout, the shared expert and its gate."""
-    if config.fused_experts:
-        entries = fused_expert_names(kind, layers, config.moe_intermediate_size)
-    else:
-        entries = expert_names(kind, layers, config.num_experts)
-    for name in ("gate", "up", "down"):
-        module = f"mlp.shared_expert.{name}_proj"
-        entries += linear_entries(kind, layers, f"mlp.shared.{name}", module)
-    gate = "mlp.shared_expert_gate.weight"
-    return [*entries, layer_entry(kind, layers, "mlp.shared_gate.kernel", gate, transpose=True)]

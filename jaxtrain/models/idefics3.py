@@ -9,11 +9,11 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry, TensorRef, Transpose
 from jaxtrain.models import llama
+from jaxtrain.models.blocks import SpecDecoder, spec_names
 from jaxtrain.models.multimodal import ImageTextConfig
-from jaxtrain.models.naming import with_prefix
 from jaxtrain.models.vision import TileConfig, tower_names
 
-Model = llama.Model
+Model = SpecDecoder
 
 
 class TowerConfig(TileConfig):
@@ -48,13 +48,15 @@ class Config(ImageTextConfig):
             raise UserError(f"config.json: scale_factor is {describe(factor)}; it is a number > 0")
         return factor
 
+    block_spec = llama.Config.block_spec
+
 
 def names(config: Config) -> list[ParameterEntry]:
     """Every parameter and the tensors of a Hugging Face folder that it is made of."""
     root = config.prefix.removesuffix("text_model.")
     projector = Transpose(TensorRef(f"{root}connector.modality_projection.proj.weight"))
     return [
-        *with_prefix(llama.names(config), config.prefix),
+        *spec_names(config),
         *tower_names(config.vision, f"{root}vision_model."),
         ParameterEntry("vision.projector.kernel", projector),
     ]

@@ -8,10 +8,33 @@ from typing import Any, ClassVar, Self
 from jaxtrain.huggingface.config import hf_defaults
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.norm import LayerNorm, RMSNorm
+from jaxtrain.models.blocks import AttentionSpec
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import linear_entries, mlp_names, row_names
+from jaxtrain.models.naming import linear_entries, row_names
 
 PARTS = {"up": "dense_h_to_4h", "down": "dense_4h_to_h"}
+
+
+class JointHeadsSpec(AttentionSpec):
+    """Attention whose queries, keys and values are one tensor, key head by key head."""
+
+    def projection_names(
+        self, config: Any, kind: str, layers: Sequence[int]
+    ) -> list[ParameterEntry]:
+        num_kv_heads, dims = self.kv_heads or config.num_key_value_heads, config.head_size
+        width = config.num_attention_heads // num_kv_heads * dims
+        parts = {"q": (0, width), "k": (width, dims), "v": (width + dims, dims)}
+        runs = {
+            f"attention.{part}": tuple(
+                (group * (width + 2 * dims) + start, size) for group in range(num_kv_heads)
+            )
+            for part, (start, size) in parts.items()
+        }
+        name = "self_attn.query_key_value"
+        return [
+            *row_names(kind, layers, name, runs, bias=self.qkv_bias),
+            *linear_entries(kind, layers, "attention.out", "self_attn.dense", bias=self.out_bias),
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,29 +56,3 @@ class EqualHeadsConfig(DecoderConfig):
         raw = super().to_hf()
         del raw["num_key_value_heads"]
         return raw
-
-
-def joint_head_names(
-    kind: str,
-    layers: Sequence[int],
-    heads: tuple[int, int, int],
-    *,
-    qkv_bias: bool,
-    out_bias: bool,
-    mlp_bias: bool,
-) -> list[ParameterEntry]:
-    """Entries of all matrices of the layers; heads: (query heads, key heads, dims of a head)."""
-    num_heads, num_kv_heads, dims = heads
-    width = num_heads // num_kv_heads * dims
-    parts = {"q": (0, width), "k": (width, dims), "v": (width + dims, dims)}
-    runs = {
-        f"attention.{part}": tuple(
-            (group * (width + 2 * dims) + start, size) for group in range(num_kv_heads)
-        )
-        for part, (start, size) in parts.items()
-    }
-    return [
-        *row_names(kind, layers, "self_attn.query_key_value", runs, bias=qkv_bias),
-        *linear_entries(kind, layers, "attention.out", "self_attn.dense", bias=out_bias),
-        *mlp_names(kind, layers, bias=mlp_bias, parts=PARTS),
-    ]

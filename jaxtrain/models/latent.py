@@ -11,30 +11,72 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.layers.block import Block
+from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.mla import LatentAttention, LatentOptions
 from jaxtrain.layers.rope import PositionScale, frequencies
-from jaxtrain.models.blocks import block_of, dense_mlp, grouped_experts_mlp
+from jaxtrain.models.blocks import BlockSpec
 from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.experts import GroupedExpertsConfig, list_experts
-from jaxtrain.models.naming import (
-    grouped_expert_names,
-    layer_entry,
-    linear_entries,
-    mlp_names,
-    norm_names,
-    outer_names,
-)
+from jaxtrain.models.naming import layer_entry, linear_entries
 
 LATENT_EPS = 1e-6
 """Of the norms of latents in every family, whatever rms_norm_eps says."""
 ROUTER_KEYS = ("scoring_func", "topk_method")
+
+
+class LatentSpec:
+    """Latent attention of the config's sizes."""
+
+    def build(
+        self, config: "LatentAttentionConfig", options: DecoderOptions, init: LayerInit
+    ) -> LatentAttention:
+        return LatentAttention(
+            config.hidden_size,
+            config.num_attention_heads,
+            LatentOptions(
+                plain_dim=config.qk_nope_head_dim,
+                rotated_dim=config.qk_rope_head_dim,
+                value_dim=config.v_head_dim,
+                query_rank=config.q_lora_rank,
+                latent_rank=config.kv_lora_rank,
+                eps=LATENT_EPS,
+                use_bias=config.attention_bias,
+                adjacent=config.adjacent,
+                scale=config.score_scale,
+                position_scale=config.position_scale,
+                impl=options.attention_impl,
+            ),
+            init=init,
+        )
+
+    def names(
+        self, config: "LatentAttentionConfig", kind: str, layers: Sequence[int]
+    ) -> list[ParameterEntry]:
+        bias = config.attention_bias
+        linears = {
+            "kv_a": ("kv_a_proj_with_mqa", bias),
+            "kv_b": ("kv_b_proj", False),
+            "out": ("o_proj", bias),
+        }
+        norms = {"kv_norm": "kv_a_layernorm"}
+        if config.q_lora_rank is None:
+            linears["q"] = ("q_proj", False)
+        else:
+            linears |= {"q_a": ("q_a_proj", bias), "q": ("q_b_proj", False)}
+            norms["q_norm"] = "q_a_layernorm"
+        entries = []
+        for path, (module, has_bias) in linears.items():
+            names = f"attention.{path}", f"self_attn.{module}"
+            entries += linear_entries(kind, layers, *names, bias=has_bias)
+        for path, module in norms.items():
+            names = f"attention.{path}.scale", f"self_attn.{module}.weight"
+            entries.append(layer_entry(kind, layers, *names))
+        return entries
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -107,6 +149,9 @@ class LatentAttentionConfig(DecoderConfig):
         """Factor on what a layer adds."""
         return 1.0
 
+    def block_spec(self, kind: str) -> BlockSpec:
+        return BlockSpec(LatentSpec(), residual_scale=self.residual_scale)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatentConfig(GroupedExpertsConfig, LatentAttentionConfig):
@@ -127,6 +172,9 @@ class LatentConfig(GroupedExpertsConfig, LatentAttentionConfig):
         fields = {field.name for field in dataclasses.fields(cls)}
         defaults = {k: cls.fixed[k][0] for k in ROUTER_KEYS if k in cls.fixed and k not in fields}
         return super().from_hf({**defaults, **raw})
+
+    def block_spec(self, kind: str) -> BlockSpec:
+        return BlockSpec(LatentSpec(), self.mlp_spec(kind))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -154,69 +202,3 @@ class ListedLatentConfig(LatentConfig):
 
     def layers(self) -> tuple[LayerSpec, ...]:
         return list_experts((LayerSpec(),) * self.num_hidden_layers, self.mlp_layer_types)
-
-
-def make_latent_block(
-    kind: str, config: LatentAttentionConfig, options: DecoderOptions, rngs: nnx.Rngs
-) -> Block:
-    """Latent attention, and an MLP ("dense") or experts with a shared one."""
-    init = options.layer_init(config, rngs)
-    mixer = LatentAttention(
-        config.hidden_size,
-        config.num_attention_heads,
-        LatentOptions(
-            plain_dim=config.qk_nope_head_dim,
-            rotated_dim=config.qk_rope_head_dim,
-            value_dim=config.v_head_dim,
-            query_rank=config.q_lora_rank,
-            latent_rank=config.kv_lora_rank,
-            eps=LATENT_EPS,
-            use_bias=config.attention_bias,
-            adjacent=config.adjacent,
-            scale=config.score_scale,
-            position_scale=config.position_scale,
-            impl=options.attention_impl,
-        ),
-        init=init,
-    )
-    sparse = isinstance(config, GroupedExpertsConfig) and kind != "dense"
-    make_mlp = grouped_experts_mlp if sparse else dense_mlp
-    return block_of(config, init, mixer, make_mlp, residual_scale=config.residual_scale)
-
-
-def latent_names(config: LatentAttentionConfig) -> list[ParameterEntry]:
-    """Every parameter of a Decoder with `make_latent_block`."""
-    entries = outer_names(config)
-    for kind, layers in config.layers_by_kind().items():
-        entries += norm_names(kind, layers) + latent_attention_names(config, kind, layers)
-        if isinstance(config, GroupedExpertsConfig) and kind != "dense":
-            entries += grouped_expert_names(kind, layers, config)
-        else:
-            entries += mlp_names(kind, layers)
-    return entries
-
-
-def latent_attention_names(
-    config: LatentAttentionConfig, kind: str, layers: Sequence[int]
-) -> list[ParameterEntry]:
-    """List the parameters of the layers that are stored as `stack.<kind>`, and their tensors."""
-    bias = config.attention_bias
-    linears = {
-        "kv_a": ("kv_a_proj_with_mqa", bias),
-        "kv_b": ("kv_b_proj", False),
-        "out": ("o_proj", bias),
-    }
-    norms = {"kv_norm": "kv_a_layernorm"}
-    if config.q_lora_rank is None:
-        linears["q"] = ("q_proj", False)
-    else:
-        linears |= {"q_a": ("q_a_proj", bias), "q": ("q_b_proj", False)}
-        norms["q_norm"] = "q_a_layernorm"
-    entries = []
-    for path, (module, has_bias) in linears.items():
-        names = f"attention.{path}", f"self_attn.{module}"
-        entries += linear_entries(kind, layers, *names, bias=has_bias)
-    for path, module in norms.items():
-        names = f"attention.{path}.scale", f"self_attn.{module}.weight"
-        entries.append(layer_entry(kind, layers, *names))
-    return entries

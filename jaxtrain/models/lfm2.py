@@ -2,43 +2,53 @@
 them."""
 
 import dataclasses
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Self
-
-from flax import nnx
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.layers.block import Block
 from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.short_conv import ShortConv
-from jaxtrain.models.blocks import MakeMLP, attention_block, block_of
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import (
-    PRE_NORMS,
-    attention_names,
-    joint_names,
-    layer_entry,
-    linear_entries,
-    mlp_names,
-    norm_names,
-    outer_names,
+from jaxtrain.models.blocks import (
+    AttentionSpec,
+    BlockSpec,
+    DenseSpec,
+    MLPSpec,
+    SpecDecoder,
+    spec_names,
 )
+from jaxtrain.models.decoder import DecoderOptions
+from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.naming import NUMBERED_PARTS, joint_names, layer_entry, linear_entries
 from jaxtrain.models.windows import FULL
 
 NORMS = {"attention_norm": "operator_norm", "mlp_norm": "ffn_norm"}
-ATTENTION = {"qk_norms": ("q_layernorm", "k_layernorm"), "out": "out_proj"}
-PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
+MODULE = "feed_forward"
+"""Name of the MLP."""
 OLD_TIE = {"tie_embedding": "tie_word_embeddings"}
+
+
+class ConvSpec:
+    """A short convolution."""
+
+    def build(self, config: "ConvConfig", options: DecoderOptions, init: LayerInit) -> ShortConv:
+        return ShortConv(config.hidden_size, taps=config.conv_L_cache, init=init)
+
+    def names(self, config: "ConvConfig", kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
+        parts = {f"attention.{part}": config.hidden_size for part in ("gate_in", "gate_out", "x")}
+        return [
+            *joint_names(kind, layers, "conv.in_proj", parts),
+            layer_entry(kind, layers, "attention.conv", "conv.conv.weight"),
+            *linear_entries(kind, layers, "attention.out", "conv.out_proj"),
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ConvConfig(DecoderConfig):
     """A DecoderConfig with layers of short convolutions."""
 
+    final_norm_name: ClassVar[str] = "embedding_norm"
     renamed: ClassVar[Mapping[str, str]] = {"rms_norm_eps": "norm_eps"}
     old_keys: ClassVar[Mapping[str, str]] = {}
     """{name in the maker's files, which takes precedence: attribute}."""
@@ -79,6 +89,25 @@ class ConvConfig(DecoderConfig):
         if self.conv_L_cache < 2:
             raise UserError(f"config.json: conv_L_cache={self.conv_L_cache} must be at least 2")
         super().check()
+
+    @property
+    def block_norms(self) -> dict[str, str]:
+        """The norms of a block and what they are called there."""
+        return NORMS
+
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        """Declaration of attention."""
+        norms = ("q_layernorm", "k_layernorm")
+        return AttentionSpec(qk_norm="head", qk_norm_names=norms, out_name="out_proj")
+
+    def mlp_spec(self, kind: str) -> MLPSpec:
+        """Return the declaration of the MLP of a kind of layers."""
+        return DenseSpec(module=MODULE, parts=NUMBERED_PARTS)
+
+    def block_spec(self, kind: str) -> BlockSpec:
+        mixer = self.attention_spec if kind.startswith("block") else ConvSpec()
+        return BlockSpec(mixer, self.mlp_spec(kind), norms=self.block_norms)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -121,60 +150,8 @@ class Config(ConvConfig):
         width, step = int(self.block_ffn_dim_multiplier * width), self.block_multiple_of
         return (width + step - 1) // step * step
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return make_mixing_block(kind, config, options, rngs, make_mlp)
+    def mlp_spec(self, kind: str) -> DenseSpec:
+        return dataclasses.replace(super().mlp_spec(kind), hidden=self.mlp_width)
 
 
-def make_mlp(config: Config, init: LayerInit) -> GatedMLP:
-    """Build the MLP of a layer."""
-    return GatedMLP(config.hidden_size, config.mlp_width, activation=config.hidden_act, init=init)
-
-
-def make_mixing_block(
-    kind: str,
-    config: ConvConfig,
-    options: DecoderOptions,
-    rngs: nnx.Rngs,
-    make_mlp: MakeMLP,
-    norms: Collection[str] = PRE_NORMS,
-    **choices: Any,
-) -> Block:
-    """Build a block of attention ("block...") or of a convolution, and of the MLP; choices: options
-    of attention."""
-    if kind.startswith("block"):
-        choices = {"qk_norm": "head", "norms": norms, "make_mlp": make_mlp, **choices}
-        return attention_block(config, options, rngs, **choices)
-    init = options.layer_init(config, rngs)
-    mixer = ShortConv(config.hidden_size, taps=config.conv_L_cache, init=init)
-    return block_of(config, init, mixer, make_mlp, norms=norms)
-
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries = outer_names(config, norm="embedding_norm")
-    for kind, layers in config.layers_by_kind().items():
-        entries += mixing_names(config, kind, layers)
-        entries += mlp_names(kind, layers, module="feed_forward", parts=PARTS)
-    return entries
-
-
-def mixing_names(
-    config: ConvConfig,
-    kind: str,
-    layers: Sequence[int],
-    norms: Mapping[str, str] = NORMS,
-    attention: Mapping[str, Any] = ATTENTION,
-) -> list[ParameterEntry]:
-    """Entries of attention or of a convolution in the layers that are stored as `stack.<kind>`, and
-    of the norms of their blocks; attention: options of `attention_names`."""
-    if kind.startswith("block"):
-        return attention_names(kind, layers, qk_norm=True, norms=norms, **attention)
-    parts = {f"attention.{part}": config.hidden_size for part in ("gate_in", "gate_out", "x")}
-    return [
-        *norm_names(kind, layers, norms),
-        *joint_names(kind, layers, "conv.in_proj", parts),
-        layer_entry(kind, layers, "attention.conv", "conv.conv.weight"),
-        *linear_entries(kind, layers, "attention.out", "conv.out_proj"),
-    ]
+Model, names = SpecDecoder, spec_names

@@ -2,20 +2,15 @@
 them, and behind each an MLP or, but for the first layers, experts chosen by sigmoids."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.router import RoutingOptions
 from jaxtrain.models import lfm2
-from jaxtrain.models.blocks import dense_mlp, experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import ExpertsSpec, MLPSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import ExpertsConfig
-from jaxtrain.models.naming import expert_names, mlp_names, outer_names
+from jaxtrain.models.naming import NUMBERED_PARTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -54,32 +49,17 @@ class Config(lfm2.ConvConfig, ExpertsConfig):
             scale=self.routed_scaling_factor,
         )
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        experts = functools.partial(
-            experts_mlp,
-            num_hidden=config.moe_intermediate_size,
-            choice_bias=config.use_expert_bias,
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        return ExpertsSpec(
+            hidden=self.moe_intermediate_size,
+            module=lfm2.MODULE,
+            parts=NUMBERED_PARTS,
+            choice_bias="expert_bias" if self.use_expert_bias else None,
         )
-        make_mlp = dense_mlp if kind.endswith("_dense") else experts
-        return lfm2.make_mixing_block(kind, config, options, rngs, make_mlp)
+
+    def mlp_spec(self, kind: str) -> MLPSpec:
+        return super().mlp_spec(kind) if kind.endswith("_dense") else self.experts_spec
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries = outer_names(config, norm="embedding_norm")
-    for kind, layers in config.layers_by_kind().items():
-        entries += lfm2.mixing_names(config, kind, layers)
-        if kind.endswith("_dense"):
-            entries += mlp_names(kind, layers, module="feed_forward", parts=lfm2.PARTS)
-            continue
-        entries += expert_names(
-            kind,
-            layers,
-            config.num_local_experts,
-            module="feed_forward",
-            parts=lfm2.PARTS,
-            choice_bias="expert_bias" if config.use_expert_bias else None,
-        )
-    return entries
+Model, names = SpecDecoder, spec_names

@@ -3,16 +3,11 @@ encoding of their own, norms around both layers of a block, and a gate for each 
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.models import lfm2
-from jaxtrain.models.blocks import dense_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.naming import mlp_names, outer_names
+from jaxtrain.models.blocks import AttentionSpec, SpecDecoder, spec_names
 from jaxtrain.models.windows import FULL, SLIDING, windowed_layers
 
 CONV = "conv"
@@ -50,21 +45,10 @@ class Config(lfm2.ConvConfig):
         """The norms of a block and what they are called there."""
         return {**lfm2.NORMS, **(OUT_NORMS if self.use_sandwich_norm else {})}
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias, gate = config.attention_bias, "head" if config.use_attention_gate else None
-        choices: dict[str, Any] = {"qkv_bias": bias, "out_bias": bias, "output_gate": gate}
-        norms = config.block_norms
-        return lfm2.make_mixing_block(kind, config, options, rngs, dense_mlp, norms, **choices)
+    @property
+    def attention_spec(self) -> AttentionSpec:
+        bias, gate = self.attention_bias, "head" if self.use_attention_gate else None
+        return AttentionSpec(qkv_bias=bias, out_bias=bias, qk_norm="head", output_gate=gate)
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries, bias = outer_names(config, norm="embedding_norm"), config.attention_bias
-    gate = "gate_proj" if config.use_attention_gate else None
-    attention = {"qkv_bias": bias, "out_bias": bias, "gate": gate}
-    for kind, layers in config.layers_by_kind().items():
-        entries += lfm2.mixing_names(config, kind, layers, config.block_norms, attention)
-        entries += mlp_names(kind, layers, module="feed_forward", parts=lfm2.PARTS)
-    return entries
+Model, names = SpecDecoder, spec_names

@@ -4,34 +4,20 @@ chunks, and layers that rotate nothing, whose queries grow with their position.
 Published folders are multimodal; their vision tower is carried along."""
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
-from flax import nnx
-
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.layers.mlp import GatedMLP
 from jaxtrain.layers.norm import UnitRMSNorm
 from jaxtrain.layers.rope import PositionScale
 from jaxtrain.layers.router import RoutingOptions
-from jaxtrain.models.blocks import attention_block, experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.experts import ExpertsConfig
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, DenseSpec, SpecDecoder, spec_names
+from jaxtrain.models.experts import ExpertsConfig, FusedExpertsSpec
 from jaxtrain.models.multimodal import TextConfig
-from jaxtrain.models.naming import (
-    attention_names,
-    fused_expert_names,
-    linear_entries,
-    mlp_names,
-    outer_names,
-    transpose_experts,
-    with_prefix,
-)
 from jaxtrain.models.windows import CHUNKED, windowed_layers
 
+MODULE = "feed_forward"
+"""Name of MLP and experts."""
 KINDS = {
     (True, True): "block",
     (True, False): "dense",
@@ -115,48 +101,31 @@ class Config(TextConfig, ExpertsConfig):
     def routing(self) -> RoutingOptions:
         return RoutingOptions(top=self.num_experts_per_tok, score="sigmoid")
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        experts = functools.partial(
-            experts_mlp,
-            num_hidden=config.intermediate_size,
-            num_shared=config.intermediate_size,
+    @property
+    def experts_spec(self) -> FusedExpertsSpec:
+        return FusedExpertsSpec(
+            hidden=self.intermediate_size,
+            num_shared=self.intermediate_size,
+            shared_name="shared_expert",
             scale_inputs=True,
+            module=MODULE,
+            router="router",
+            swapped=True,
         )
-        rotates, bias = not kind.startswith("unrotated"), config.attention_bias
-        scale = PositionScale(config.attn_scale, config.floor_scale, first=1)
-        return attention_block(
-            config,
-            options,
-            rngs,
-            make_mlp=make_dense if kind.endswith("dense") else experts,
+
+    def block_spec(self, kind: str) -> BlockSpec:
+        rotates, bias = not kind.startswith("unrotated"), self.attention_bias
+        scale = PositionScale(self.attn_scale, self.floor_scale, first=1)
+        attention = AttentionSpec(
             qkv_bias=bias,
             out_bias=bias,
             adjacent=True,
-            qk_norm="rotated_head" if config.use_qk_norm and rotates else None,
+            qk_norm="rotated_head" if self.use_qk_norm and rotates else None,
             norm=UnitRMSNorm,
-            position_scale=scale if config.attn_temperature_tuning and not rotates else None,
+            position_scale=scale if self.attn_temperature_tuning and not rotates else None,
         )
+        dense = DenseSpec(hidden=self.intermediate_size_mlp, module=MODULE)
+        return BlockSpec(attention, dense if kind.endswith("dense") else self.experts_spec)
 
 
-def make_dense(config: Config, init: LayerInit) -> GatedMLP:
-    """Build the MLP of a layer without experts."""
-    hidden = config.intermediate_size_mlp
-    return GatedMLP(config.hidden_size, hidden, activation=config.hidden_act, init=init)
-
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries, bias, hidden = outer_names(config), config.attention_bias, config.intermediate_size
-    for kind, layers in config.layers_by_kind().items():
-        entries += attention_names(kind, layers, qkv_bias=bias, out_bias=bias)
-        if kind.endswith("dense"):
-            entries += mlp_names(kind, layers, module="feed_forward")
-            continue
-        experts = fused_expert_names(kind, layers, hidden, module="feed_forward.", router="router")
-        entries += map(transpose_experts, experts)
-        for part in ("gate", "up", "down"):
-            name = f"feed_forward.shared_expert.{part}_proj"
-            entries += linear_entries(kind, layers, f"mlp.shared.{part}", name)
-    return with_prefix(entries, config.prefix)
+Model, names = SpecDecoder, spec_names

@@ -15,13 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.distributed.sharding import shardings
-from jaxtrain.huggingface.ops import (
-    TIED_COPY,
-    GrownRows,
-    ParameterEntry,
-    StackedOps,
-    full_index,
-)
+from jaxtrain.huggingface.ops import TIED_COPY, GrownRows, ParameterEntry, StackedOps, full_index
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.models.build import abstract, draw_params, layer_sharding

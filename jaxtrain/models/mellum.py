@@ -2,19 +2,13 @@
 own."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.router import RoutingOptions
-from jaxtrain.models.blocks import attention_block, dense_mlp, experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, ExpertsSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import ExpertsConfig, list_experts
-from jaxtrain.models.naming import attention_names, expert_names, mlp_names, outer_names
 from jaxtrain.models.windows import FULL, SLIDING, windowed_layers
 
 MTP_KEYS = ("num_mtp_layers", "mtp_layer_types", "mtp_mlp_layer_types")
@@ -54,23 +48,15 @@ class Config(ExpertsConfig):
     def routing(self) -> RoutingOptions:
         return RoutingOptions(top=self.num_experts_per_tok, normalize=self.norm_topk_prob)
 
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        return ExpertsSpec(hidden=self.moe_intermediate_size)
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        experts = functools.partial(experts_mlp, num_hidden=config.moe_intermediate_size)
-        make_mlp, bias = dense_mlp if kind == "dense" else experts, config.attention_bias
-        return attention_block(
-            config, options, rngs, qkv_bias=bias, out_bias=bias, qk_norm="head", make_mlp=make_mlp
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        return BlockSpec(
+            AttentionSpec(qkv_bias=bias, out_bias=bias, qk_norm="head"), self.mlp_spec(kind)
         )
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries, bias = outer_names(config), config.attention_bias
-    for kind, layers in config.layers_by_kind().items():
-        entries += attention_names(kind, layers, qkv_bias=bias, out_bias=bias, qk_norm=True)
-        if kind == "dense":
-            entries += mlp_names(kind, layers)
-        else:
-            entries += expert_names(kind, layers, config.num_local_experts)
-    return entries
+Model, names = SpecDecoder, spec_names

@@ -7,21 +7,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from flax import nnx
-
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.models.blocks import attention_block, dense_mlp, grouped_experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import GroupedExpertsConfig, list_experts
-from jaxtrain.models.naming import (
-    attention_names,
-    grouped_expert_names,
-    layer_entry,
-    mlp_names,
-    outer_names,
-)
 from jaxtrain.models.windows import FULL, SLIDING, windowed_layers
 
 LISTS = {
@@ -101,6 +90,18 @@ class Config(GroupedExpertsConfig):
             for spec in specs
         )
 
+    def block_spec(self, kind: str) -> BlockSpec:
+        slides, scale = not kind.startswith(GLOBAL), self.attention_value_scale
+        attention = AttentionSpec(
+            kv_heads=self.num_key_value_heads * (2 if slides else 1),
+            qkv_bias=self.attention_bias,
+            value_dim=self.v_head_dim,
+            value_scale=1.0 if scale is None else scale,
+            sinks=slides,
+            sinks_name="attention_sink_bias",
+        )
+        return BlockSpec(attention, self.mlp_spec(kind))
+
 
 def read_published(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the attributes with those of Xiaomi's folders by transformers' names, where it has
@@ -147,31 +148,4 @@ def read_published(raw: Mapping[str, Any]) -> dict[str, Any]:
     return raw
 
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        slides, scale = not kind.startswith(GLOBAL), config.attention_value_scale
-        heads = config.num_key_value_heads * (2 if slides else 1)
-        return attention_block(
-            dataclasses.replace(config, num_key_value_heads=heads),
-            options,
-            rngs,
-            make_mlp=dense_mlp if kind.endswith("dense") else grouped_experts_mlp,
-            qkv_bias=config.attention_bias,
-            value_dim=config.v_head_dim,
-            value_scale=1.0 if scale is None else scale,
-            sinks=slides,
-        )
-
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries, sinks = outer_names(config), "self_attn.attention_sink_bias"
-    for kind, layers in config.layers_by_kind().items():
-        entries += attention_names(kind, layers, qkv_bias=config.attention_bias)
-        if not kind.startswith(GLOBAL):
-            entries.append(layer_entry(kind, layers, "attention.sinks", sinks))
-        if kind.endswith("dense"):
-            entries += mlp_names(kind, layers)
-        else:
-            entries += grouped_expert_names(kind, layers, config)
-    return entries
+Model, names = SpecDecoder, spec_names

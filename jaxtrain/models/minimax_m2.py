@@ -2,20 +2,15 @@
 over all heads, and a part of their dims is rotated."""
 
 import dataclasses
-import functools
 import json
 from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
-from flax import nnx
-
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.router import RoutingOptions
-from jaxtrain.models.blocks import attention_block, experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, ExpertsSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import ExpertsConfig
-from jaxtrain.models.naming import attention_names, expert_names, outer_names
+from jaxtrain.models.naming import NUMBERED_PARTS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -65,27 +60,17 @@ class Config(ExpertsConfig):
     def routing(self) -> RoutingOptions:
         return RoutingOptions(top=self.num_experts_per_tok, score="sigmoid", normalize=True)
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        experts = functools.partial(
-            experts_mlp, num_hidden=config.intermediate_size, choice_bias=True
-        )
-        return attention_block(config, options, rngs, qk_norm="all_heads", make_mlp=experts)
-
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    layers = range(config.num_hidden_layers)
-    return [
-        *outer_names(config),
-        *attention_names("block", layers, qk_norm=True),
-        *expert_names(
-            "block",
-            layers,
-            config.num_local_experts,
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        return ExpertsSpec(
+            hidden=self.intermediate_size,
             module="block_sparse_moe",
-            parts={"gate": "w1", "up": "w3", "down": "w2"},
+            parts=NUMBERED_PARTS,
             choice_bias="e_score_correction_bias",
-        ),
-    ]
+        )
+
+    def block_spec(self, kind: str) -> BlockSpec:
+        return BlockSpec(AttentionSpec(qk_norm="all_heads"), self.experts_spec)
+
+
+Model, names = SpecDecoder, spec_names

@@ -3,14 +3,10 @@
 import dataclasses
 from typing import ClassVar
 
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.models import mistral
+from jaxtrain.models.blocks import BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import decoder_names
 from jaxtrain.models.windows import windowed_layers
-
-Model = mistral.Model
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -24,7 +20,8 @@ class Config(DecoderConfig):
     def layers(self) -> tuple[LayerSpec, ...]:
         return windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)
 
+    def block_spec(self, kind: str) -> BlockSpec:
+        return BlockSpec()
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return decoder_names(config)
+
+Model, names = SpecDecoder, spec_names

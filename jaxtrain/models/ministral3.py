@@ -3,14 +3,9 @@
 import dataclasses
 from typing import ClassVar
 
-from flax import nnx
-
 from jaxtrain.layers.rope import PositionScale
 from jaxtrain.models import mistral
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-
-names = mistral.names
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -20,8 +15,8 @@ class Config(mistral.Config):
     rope_keys: ClassVar[tuple[str, ...]] = ("llama_4_scaling_beta", "max_position_embeddings")
     """The second says again what max_position_embeddings does."""
 
+    def block_spec(self, kind: str) -> BlockSpec:
+        return BlockSpec(AttentionSpec(position_scale=PositionScale.from_rope(dict(self.rope))))
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        scale = PositionScale.from_rope(dict(config.rope))
-        return attention_block(config, options, rngs, position_scale=scale)
+
+Model, names = SpecDecoder, spec_names

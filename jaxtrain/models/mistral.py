@@ -6,14 +6,9 @@ Folders of Mistral Small 3.1 and later are multimodal; their vision tower is car
 import dataclasses
 from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.multimodal import TextConfig
-from jaxtrain.models.naming import decoder_names, with_prefix
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -42,12 +37,8 @@ class Config(PixtralConfig):
     def layers(self) -> tuple[LayerSpec, ...]:
         return (LayerSpec(window=self.sliding_window),) * self.num_hidden_layers
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return attention_block(config, options, rngs)
+    def block_spec(self, kind: str) -> BlockSpec:
+        return BlockSpec()
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return with_prefix(decoder_names(config), config.prefix)
+Model, names = SpecDecoder, spec_names

@@ -8,29 +8,14 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 import numpy as np
-from flax import nnx
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.rope import PositionScale, frequencies
 from jaxtrain.layers.router import RoutingOptions
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.latent import (
-    LatentConfig,
-    PairedLatentConfig,
-    latent_attention_names,
-    make_latent_block,
-)
+from jaxtrain.models.blocks import ExpertsSpec, SpecDecoder, spec_names
+from jaxtrain.models.experts import FusedExpertsSpec
+from jaxtrain.models.latent import LatentConfig, PairedLatentConfig
 from jaxtrain.models.mistral import PixtralConfig
-from jaxtrain.models.naming import (
-    EXPERT_PARTS,
-    fused_expert_names,
-    linear_entries,
-    mlp_names,
-    norm_names,
-    outer_names,
-    with_prefix,
-)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -67,22 +52,9 @@ class Config(PixtralConfig, PairedLatentConfig, LatentConfig):
     def routing(self) -> RoutingOptions:
         return dataclasses.replace(super().routing, score="softmax")
 
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        return FusedExpertsSpec(hidden=self.moe_intermediate_size, num_shared=self.shared_width)
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return make_latent_block(kind, config, options, rngs)
 
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries = outer_names(config)
-    for kind, layers in config.layers_by_kind().items():
-        entries += norm_names(kind, layers) + latent_attention_names(config, kind, layers)
-        if kind == "dense":
-            entries += mlp_names(kind, layers)
-            continue
-        entries += fused_expert_names(kind, layers, config.moe_intermediate_size)
-        for part, projection in EXPERT_PARTS.items() if config.shared_width else ():
-            names = f"mlp.shared.{part}", f"mlp.shared_experts.{projection}"
-            entries += linear_entries(kind, layers, *names)
-    return with_prefix(entries, config.prefix)
+Model, names = SpecDecoder, spec_names

@@ -15,7 +15,6 @@ from jaxtrain.huggingface.ops import (
     Transpose,
 )
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.experts import GroupedExpertsConfig
 from jaxtrain.models.families import family
 
 PRE_NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
@@ -32,29 +31,13 @@ SANDWICH_NORMS = {
 CHOICE_BIAS = "gate.e_score_correction_bias"
 """What most families call the bias of a router's choice."""
 EXPERT_PARTS = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
+NUMBERED_PARTS = {"gate": "w1", "up": "w3", "down": "w2"}
 PLAIN_PARTS = {"up": "up_proj", "down": "down_proj"}
-"""The matrices of an MLP: with a gate, and without one."""
+"""The matrices of an MLP: with a gate, by name or by number, and without one."""
 Runs = tuple[tuple[int, int], ...]
 """(start, size) of consecutive rows of a tensor."""
 NORM_TENSORS = {"scale": "weight", "bias": "bias"}
 """What the parameters of a norm are called there."""
-
-
-def decoder_names(
-    config: DecoderConfig,
-    *,
-    mlp_bias: bool = False,
-    mlp_parts: Mapping[str, str] = EXPERT_PARTS,
-    **choices: Any,
-) -> list[ParameterEntry]:
-    """Entries of every parameter of a `Decoder` with a dense `Block`; mlp_parts: what the matrices
-    of the MLP are called; choices: what `attention_names` takes."""
-    layers = range(config.num_hidden_layers)
-    return [
-        *outer_names(config),
-        *attention_names("block", layers, norm_parts=config.norm.parameters, **choices),
-        *mlp_names("block", layers, bias=mlp_bias, parts=mlp_parts),
-    ]
 
 
 def outer_names(config: DecoderConfig, norm: str = "norm") -> list[ParameterEntry]:
@@ -128,39 +111,6 @@ def score_paths(config: DecoderConfig) -> list[str]:
     return ["score.weight", *(["score.bias"] if config.score.per == "token" else [])]
 
 
-def attention_names(
-    kind: str,
-    layers: Sequence[int],
-    root: str = "model.",
-    *,
-    qkv_bias: bool = False,
-    out_bias: bool = False,
-    qk_norm: bool = False,
-    qk_norms: Sequence[str] = ("q_norm", "k_norm"),
-    gate: str | None = None,
-    out: str = "o_proj",
-    norms: Mapping[str, str] = PRE_NORMS,
-    norm_parts: Sequence[str] = ("scale",),
-) -> list[ParameterEntry]:
-    """Attention and the block's norms of the layers that are stored as `stack.<kind>`; root: what
-    stands before "layers.<n>" in their names; norms, qk_norms, out, gate (of the heads' output):
-    what theirs are called; norm_parts: the parameters of a norm of the block."""
-    entries = [
-        *norm_names(kind, layers, norms, root, norm_parts),
-        *_linear(kind, layers, root, "attention.q", "self_attn.q_proj", qkv_bias),
-        *_linear(kind, layers, root, "attention.k", "self_attn.k_proj", qkv_bias),
-        *_linear(kind, layers, root, "attention.v", "self_attn.v_proj", qkv_bias),
-        *_linear(kind, layers, root, "attention.out", f"self_attn.{out}", out_bias),
-    ]
-    if gate is not None:
-        entries += _linear(kind, layers, root, "attention.gate", f"self_attn.{gate}", False)
-    for norm, tensor in zip(("q_norm", "k_norm"), qk_norms if qk_norm else (), strict=False):
-        entries.append(
-            _layers(kind, layers, root, f"attention.{norm}.scale", f"self_attn.{tensor}.weight")
-        )
-    return entries
-
-
 def norm_names(
     kind: str,
     layers: Sequence[int],
@@ -176,23 +126,6 @@ def norm_names(
     ]
 
 
-def mlp_names(
-    kind: str,
-    layers: Sequence[int],
-    root: str = "model.",
-    *,
-    bias: bool = False,
-    module: str = "mlp",
-    parts: Mapping[str, str] = EXPERT_PARTS,
-) -> list[ParameterEntry]:
-    """A dense gated MLP; root as for `attention_names`; module, parts: what theirs are called."""
-    return [
-        entry
-        for path, tensor in parts.items()
-        for entry in _linear(kind, layers, root, f"mlp.{path}", f"{module}.{tensor}", bias)
-    ]
-
-
 def joint_names(
     kind: str, layers: Sequence[int], name: str, sizes: Mapping[str, int]
 ) -> list[ParameterEntry]:
@@ -205,12 +138,7 @@ def joint_names(
 
 
 def row_names(
-    kind: str,
-    layers: Sequence[int],
-    name: str,
-    runs: Mapping[str, Runs],
-    *,
-    bias: bool = False,
+    kind: str, layers: Sequence[int], name: str, runs: Mapping[str, Runs], *, bias: bool = False
 ) -> list[ParameterEntry]:
     """Entries of Linears that are one tensor in folders; runs: {path here: its rows there}."""
     total, entries = sum(size for part in runs.values() for _, size in part), []
@@ -317,19 +245,6 @@ def expert_names(
             name = f"{module}.{shared}.{projection}"
             entries += linear_entries(kind, layers, f"{path}.shared.{part}", name)
     return entries
-
-
-def grouped_expert_names(
-    kind: str, layers: Sequence[int], config: GroupedExpertsConfig
-) -> list[ParameterEntry]:
-    """DeepSeek-V3's experts, and shared ones."""
-    return expert_names(
-        kind,
-        layers,
-        config.num_local_experts,
-        choice_bias=CHOICE_BIAS if config.routing.score == "sigmoid" else None,
-        shared="shared_experts" if config.n_shared_experts else None,
-    )
 
 
 def layer_entry(

@@ -5,15 +5,11 @@ import dataclasses
 from typing import ClassVar
 
 import numpy as np
-from flax import nnx
 from typing_extensions import override
 
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.norm import RMSNorm, UnitRMSNorm
-from jaxtrain.models.blocks import attention_block, plain_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, DenseSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import decoder_names
 
 PARTS = {"up": "fc1", "down": "fc2"}
 
@@ -41,22 +37,12 @@ class Config(DecoderConfig):
     def logit_softcap(self) -> float | None:
         return self.final_logit_softcapping
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.attention_bias
-        return attention_block(
-            config,
-            options,
-            rngs,
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm="rotated_head",
-            make_mlp=plain_mlp,
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        return BlockSpec(
+            AttentionSpec(qkv_bias=bias, out_bias=bias, qk_norm="rotated_head"),
+            DenseSpec(parts=PARTS),
         )
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    bias = config.attention_bias
-    return decoder_names(config, qkv_bias=bias, out_bias=bias, mlp_parts=PARTS)
+Model, names = SpecDecoder, spec_names

@@ -4,14 +4,9 @@ and values held within a limit."""
 import dataclasses
 from typing import Any, ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.norm import RMSNorm, UnitLayerNorm
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import decoder_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,13 +27,9 @@ class Config(DecoderConfig):
         del raw["rms_norm_eps"]
         return raw
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias, clip = config.attention_bias, config.clip_qkv
-        return attention_block(config, options, rngs, qkv_bias=bias, out_bias=bias, clip=clip)
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        return BlockSpec(AttentionSpec(qkv_bias=bias, out_bias=bias, clip=self.clip_qkv))
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return decoder_names(config, qkv_bias=config.attention_bias, out_bias=config.attention_bias)
+Model, names = SpecDecoder, spec_names

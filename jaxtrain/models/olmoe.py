@@ -2,19 +2,12 @@
 normed over all heads, then clipped."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.layers.block import Block
 from jaxtrain.layers.router import RoutingOptions
-from jaxtrain.models.blocks import attention_block, experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, ExpertsSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import ExpertsConfig
-from jaxtrain.models.naming import PRE_NORMS, attention_names, expert_names, outer_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,6 +25,10 @@ class OlmoExpertsConfig(ExpertsConfig):
     def routing(self) -> RoutingOptions:
         return RoutingOptions(top=self.num_experts_per_tok, normalize=self.norm_topk_prob)
 
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        return ExpertsSpec(hidden=self.intermediate_size)
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config(OlmoExpertsConfig):
@@ -41,36 +38,10 @@ class Config(OlmoExpertsConfig):
     clip_qkv: float | None = None
     """Queries, keys and values beyond it, either way, become it."""
 
-
-def make_expert_block(
-    config: OlmoExpertsConfig, options: DecoderOptions, rngs: nnx.Rngs, **choices: Any
-) -> Block:
-    """Build a block of attention, whose queries and keys are normed over all heads, and of experts;
-    choices: further options of `attention_block`."""
-    return attention_block(
-        config,
-        options,
-        rngs,
-        qkv_bias=config.attention_bias,
-        out_bias=config.attention_bias,
-        qk_norm="all_heads",
-        make_mlp=functools.partial(experts_mlp, num_hidden=config.intermediate_size),
-        **choices,
-    )
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias, clip = self.attention_bias, self.clip_qkv
+        attention = AttentionSpec(qkv_bias=bias, out_bias=bias, qk_norm="all_heads", clip=clip)
+        return BlockSpec(attention, self.experts_spec)
 
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return make_expert_block(config, options, rngs, clip=config.clip_qkv)
-
-
-def names(config: OlmoExpertsConfig, norms: Mapping[str, str] = PRE_NORMS) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of; norms: those of
-    a block and what they are called there."""
-    layers, bias = range(config.num_hidden_layers), config.attention_bias
-    biases = {"qkv_bias": bias, "out_bias": bias}
-    return [
-        *outer_names(config),
-        *attention_names("block", layers, qk_norm=True, norms=norms, **biases),
-        *expert_names("block", layers, config.num_local_experts),
-    ]
+Model, names = SpecDecoder, spec_names

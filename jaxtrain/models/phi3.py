@@ -2,23 +2,28 @@
 keys and values in one matrix, gate and up in another, and LongRoPE."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
-
-from flax import nnx
 
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, DenseSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import (
-    joint_mlp_names,
-    joint_names,
-    linear_entries,
-    norm_names,
-    outer_names,
-)
+from jaxtrain.models.naming import joint_names, linear_entries
+
+
+class JointSpec(AttentionSpec):
+    """Attention whose queries, keys and values are one tensor."""
+
+    def projection_names(
+        self, config: Any, kind: str, layers: Sequence[int]
+    ) -> list[ParameterEntry]:
+        heads = {"q": config.num_attention_heads} | dict.fromkeys("kv", config.num_key_value_heads)
+        sizes = {f"attention.{part}": count * config.head_size for part, count in heads.items()}
+        return [
+            *joint_names(kind, layers, "self_attn.qkv_proj", sizes),
+            *linear_entries(kind, layers, "attention.out", "self_attn.o_proj"),
+        ]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -39,21 +44,8 @@ class Config(DecoderConfig):
     def layers(self) -> tuple[LayerSpec, ...]:
         return (LayerSpec(window=self.sliding_window),) * self.num_hidden_layers
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return attention_block(config, options, rngs)
+    def block_spec(self, kind: str) -> BlockSpec:
+        return BlockSpec(JointSpec(), DenseSpec(joint=True))
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    kind, layers = "block", range(config.num_hidden_layers)
-    heads = {"q": config.num_attention_heads} | dict.fromkeys("kv", config.num_key_value_heads)
-    sizes = {f"attention.{part}": count * config.head_size for part, count in heads.items()}
-    return [
-        *outer_names(config),
-        *norm_names(kind, layers),
-        *joint_names(kind, layers, "self_attn.qkv_proj", sizes),
-        *linear_entries(kind, layers, "attention.out", "self_attn.o_proj"),
-        *joint_mlp_names(kind, layers, config.intermediate_size),
-    ]
+Model, names = SpecDecoder, spec_names

@@ -2,23 +2,11 @@
 one of which a token takes its own share, in the place of the MLP."""
 
 import dataclasses
-import functools
 from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.models.blocks import attention_block, dense_mlp, experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, ExpertsSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import SparseStepConfig
-from jaxtrain.models.naming import (
-    attention_names,
-    expert_names,
-    layer_entry,
-    mlp_names,
-    outer_names,
-)
 from jaxtrain.models.windows import windowed_layers
 
 
@@ -43,28 +31,17 @@ class Config(SparseStepConfig):
             dataclasses.replace(spec, kind=self.kind(layer)) for layer, spec in enumerate(windows)
         )
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        experts = functools.partial(
-            experts_mlp,
-            num_hidden=config.moe_intermediate_size,
-            num_shared=config.shared_expert_intermediate_size,
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        return ExpertsSpec(
+            hidden=self.moe_intermediate_size,
+            num_shared=self.shared_expert_intermediate_size,
+            shared_name="shared_expert",
             gate_shared=True,
         )
-        make_mlp = dense_mlp if kind == "dense" else experts
-        return attention_block(config, options, rngs, qkv_bias=config.qkv_bias, make_mlp=make_mlp)
+
+    def block_spec(self, kind: str) -> BlockSpec:
+        return BlockSpec(AttentionSpec(qkv_bias=self.qkv_bias), self.mlp_spec(kind))
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries = outer_names(config)
-    for kind, layers in config.layers_by_kind().items():
-        entries += attention_names(kind, layers, qkv_bias=config.qkv_bias)
-        if kind == "dense":
-            entries += mlp_names(kind, layers)
-            continue
-        entries += expert_names(kind, layers, config.num_local_experts, shared="shared_expert")
-        gate = "mlp.shared_expert_gate.weight"
-        entries.append(layer_entry(kind, layers, "mlp.shared_gate.kernel", gate, transpose=True))
-    return entries
+Model, names = SpecDecoder, spec_names

@@ -12,11 +12,10 @@ from typing import Any, ClassVar, Self
 from typing_extensions import override
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models import qwen2
+from jaxtrain.models.blocks import SpecDecoder
 from jaxtrain.models.qwen_vision import QwenImageConfig, QwenTowerConfig, qwen_names
 
-Model = qwen2.Model
 OUTER = {
     *("architectures", "model_type", "vision_config", "tie_word_embeddings"),
     *("image_token_id", "video_token_id", "vision_token_id"),
@@ -115,6 +114,4 @@ class Config(QwenImageConfig, qwen2.Config):
         return tuple(axis for axis, count in enumerate(section) for _ in range(count))
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return qwen_names(config, qwen2.names(config))
+Model, names = SpecDecoder, qwen_names

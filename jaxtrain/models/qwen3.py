@@ -3,14 +3,9 @@
 import dataclasses
 from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import decoder_names
 from jaxtrain.models.windows import windowed_layers
 
 
@@ -30,14 +25,9 @@ class Config(DecoderConfig):
     def layers(self) -> tuple[LayerSpec, ...]:
         return windowed_layers(self.num_hidden_layers, self.layer_types, self.sliding_window)
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.attention_bias
-        return attention_block(config, options, rngs, qkv_bias=bias, out_bias=bias, qk_norm="head")
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        return BlockSpec(AttentionSpec(qkv_bias=bias, out_bias=bias, qk_norm="head"))
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    bias = config.attention_bias
-    return decoder_names(config, qkv_bias=bias, out_bias=bias, qk_norm=True)
+Model, names = SpecDecoder, spec_names

@@ -4,13 +4,8 @@ attention, and so on; folders with a tower for images, or of text alone."""
 import dataclasses
 from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.models.blocks import dense_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.hybrid import HybridConfig, linear_names, make_mixing_block, projection_names
-from jaxtrain.models.naming import attention_names, mlp_names, outer_names
+from jaxtrain.models.blocks import DenseSpec, SpecDecoder
+from jaxtrain.models.hybrid import HybridConfig
 from jaxtrain.models.qwen_vision import GridTowerConfig, QwenImageConfig, qwen_names
 
 
@@ -28,19 +23,9 @@ class Config(QwenImageConfig, HybridConfig):
     tower_tensors: ClassVar[tuple[str, ...]] = ("model.visual.",)
     section: ClassVar[tuple[int, ...]] = (11, 11, 10)
 
+    @property
+    def branch_spec(self) -> DenseSpec:
+        return DenseSpec()
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return make_mixing_block(kind == "linear", config, options, rngs, dense_mlp)
 
-
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries = outer_names(config)
-    for kind, layers in config.layers_by_kind().items():
-        if kind == "linear":
-            entries += linear_names(config, kind, layers) + projection_names(config, kind, layers)
-        else:
-            entries += attention_names(kind, layers, qk_norm=True)
-        entries += mlp_names(kind, layers)
-    return qwen_names(config, entries)
+Model, names = SpecDecoder, qwen_names

@@ -2,17 +2,11 @@
 all layers, or with some dense ones between."""
 
 import dataclasses
-import functools
 from typing import Any, ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
-from jaxtrain.models.blocks import attention_block, dense_mlp, experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import SparseStepConfig
-from jaxtrain.models.naming import attention_names, expert_names, mlp_names, outer_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -36,30 +30,11 @@ class Config(SparseStepConfig):
         """With the number's name in transformers 4, too."""
         return super().to_hf() | {"num_experts": self.num_local_experts}
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.attention_bias
-        experts = functools.partial(experts_mlp, num_hidden=config.moe_intermediate_size)
-        return attention_block(
-            config,
-            options,
-            rngs,
-            qkv_bias=bias,
-            out_bias=bias,
-            qk_norm="head",
-            make_mlp=dense_mlp if kind == "dense" else experts,
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.attention_bias
+        return BlockSpec(
+            AttentionSpec(qkv_bias=bias, out_bias=bias, qk_norm="head"), self.mlp_spec(kind)
         )
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    bias = config.attention_bias
-    entries = outer_names(config)
-    for kind, layers in config.layers_by_kind().items():
-        entries += attention_names(kind, layers, qkv_bias=bias, out_bias=bias, qk_norm=True)
-        if kind == "dense":
-            entries += mlp_names(kind, layers)
-        else:
-            entries += expert_names(kind, layers, config.num_local_experts)
-    return entries
+Model, names = SpecDecoder, spec_names

@@ -2,22 +2,13 @@
 some dense ones between."""
 
 import dataclasses
-import functools
 from typing import ClassVar
 
-from flax import nnx
-
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.models.blocks import dense_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
-from jaxtrain.models.hybrid import joint_projection_names, linear_names, make_mixing_block
-from jaxtrain.models.hybrid_experts import (
-    HybridExpertsConfig,
-    shared_expert_names,
-    shared_experts_mlp,
-)
-from jaxtrain.models.naming import attention_names, mlp_names, outer_names, with_prefix
+from jaxtrain.layers.router import RoutingOptions
+from jaxtrain.models.blocks import BlockSpec, DenseSpec, SpecDecoder, spec_names
+from jaxtrain.models.hybrid import DeltaSpec, JointDeltaSpec
+from jaxtrain.models.hybrid_experts import HybridExpertsConfig
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -25,6 +16,7 @@ class Config(HybridExpertsConfig):
     architecture: ClassVar[str] = "Qwen3NextForCausalLM"
     model_type: ClassVar[str] = "qwen3_next"
     text_type: ClassVar[str] = "qwen3_next"
+    linear_spec: ClassVar[DeltaSpec] = JointDeltaSpec()
 
     norm_topk_prob: bool = True
     """Whether the gates of a token sum to 1."""
@@ -46,25 +38,13 @@ class Config(HybridExpertsConfig):
         mixing = super().kind(layer)
         return f"dense_{mixing}" if dense else mixing
 
+    @property
+    def routing(self) -> RoutingOptions:
+        return RoutingOptions(top=self.num_experts_per_tok, normalize=self.norm_topk_prob)
 
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        experts = functools.partial(shared_experts_mlp, normalize=config.norm_topk_prob)
-        make_mlp = dense_mlp if kind.startswith("dense_") else experts
-        return make_mixing_block(kind.endswith("linear"), config, options, rngs, make_mlp)
+    def block_spec(self, kind: str) -> BlockSpec:
+        spec = super().block_spec(kind)
+        return dataclasses.replace(spec, mlp=DenseSpec()) if kind.startswith("dense_") else spec
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    entries = outer_names(config)
-    for kind, layers in config.layers_by_kind().items():
-        if kind.endswith("linear"):
-            entries += linear_names(config, kind, layers)
-            entries += joint_projection_names(config, kind, layers)
-        else:
-            entries += attention_names(kind, layers, qk_norm=True)
-        if kind.startswith("dense_"):
-            entries += mlp_names(kind, layers)
-        else:
-            entries += shared_expert_names(config, kind, layers)
-    return with_prefix(entries, config.prefix)
+Model, names = SpecDecoder, spec_names

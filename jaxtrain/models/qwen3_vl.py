@@ -4,11 +4,9 @@ time, row or column, and whose first layers get features of the tower, too."""
 import dataclasses
 from typing import ClassVar
 
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models import qwen3
+from jaxtrain.models.blocks import SpecDecoder
 from jaxtrain.models.qwen_vision import GridTowerConfig, QwenImageConfig, qwen_names
-
-Model = qwen3.Model
 
 
 class TowerConfig(GridTowerConfig):
@@ -27,8 +25,7 @@ class Config(QwenImageConfig):
 
     attention_bias: bool = False
     """On all four projections."""
+    block_spec = qwen3.Config.block_spec
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return qwen_names(config, qwen3.names(config))
+Model, names = SpecDecoder, qwen_names

@@ -5,19 +5,10 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.models import qwen3_moe, qwen3_vl
-from jaxtrain.models.experts import SparseStepConfig
-from jaxtrain.models.naming import (
-    attention_names,
-    fused_expert_names,
-    mlp_names,
-    outer_names,
-    transpose_experts,
-)
+from jaxtrain.models.blocks import ExpertsSpec, SpecDecoder
+from jaxtrain.models.experts import FusedExpertsSpec, SparseStepConfig
 from jaxtrain.models.qwen_vision import QwenImageConfig, qwen_names
-
-Model = qwen3_moe.Model
 
 
 class TowerConfig(qwen3_vl.TowerConfig):
@@ -62,16 +53,12 @@ class Config(QwenImageConfig, SparseStepConfig):
             raise UserError("config.json: norm_topk_prob=false is not supported; only true is")
         super().check()
 
+    @property
+    def experts_spec(self) -> ExpertsSpec:
+        hidden, swapped = self.moe_intermediate_size, self.transposed_experts
+        return FusedExpertsSpec(hidden=hidden, swapped=swapped)
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    bias, hidden = config.attention_bias, config.moe_intermediate_size
-    entries = outer_names(config)
-    for kind, layers in config.layers_by_kind().items():
-        entries += attention_names(kind, layers, qkv_bias=bias, out_bias=bias, qk_norm=True)
-        if kind == "dense":
-            entries += mlp_names(kind, layers)
-        else:
-            experts = fused_expert_names(kind, layers, hidden)
-            entries += map(transpose_experts, experts) if config.transposed_experts else experts
-    return qwen_names(config, entries)
+    block_spec = qwen3_moe.Config.block_spec
+
+
+Model, names = SpecDecoder, qwen_names

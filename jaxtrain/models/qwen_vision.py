@@ -30,9 +30,10 @@ from jaxtrain.huggingface.ops import (
 from jaxtrain.layers.linear import LayerInit, Linear
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.rope import Angles
+from jaxtrain.models.blocks import spec_names
 from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.multimodal import ImageTextConfig
-from jaxtrain.models.naming import NORM_TENSORS, with_prefix
+from jaxtrain.models.naming import NORM_TENSORS
 from jaxtrain.models.vision import (
     Encoder,
     PatchEmbedding,
@@ -300,10 +301,10 @@ class QwenVision(Vision):
         return self.projector.merger(x_BFMD), tuple(merger(x) for merger, x in deep)
 
 
-def qwen_names(config: QwenImageConfig, text: list[ParameterEntry]) -> list[ParameterEntry]:
-    """Entries of the text, given with short names, and of the tower, if there is one."""
+def qwen_names(config: QwenImageConfig) -> list[ParameterEntry]:
+    """Every parameter of the text and of the tower, if there is one, and their tensors."""
     tower = [] if config.vision is None else qwen_tower_names(config.vision, config.tower_root)
-    return [*with_prefix(text, config.prefix), *tower]
+    return [*spec_names(config), *tower]
 
 
 def qwen_tower_names(config: QwenTowerConfig, root: str) -> list[ParameterEntry]:
@@ -313,7 +314,7 @@ def qwen_tower_names(config: QwenTowerConfig, root: str) -> list[ParameterEntry]
         ParameterEntry(
             "tower.patch.kernel",
             Transpose(Flattened(f"{root}patch_embed.proj.weight", (3, FRAMES, size, size))),
-        ),
+        )
     ]
     if config.patch_bias:
         entries.append(

@@ -15,12 +15,7 @@ from flax import nnx
 from jaxtrain.distributed.feed import to_host
 from jaxtrain.distributed.mesh import is_main_process, sync_processes
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.ops import (
-    ParameterEntry,
-    SplitPiece,
-    TensorRef,
-    full_index,
-)
+from jaxtrain.huggingface.ops import ParameterEntry, SplitPiece, TensorRef, full_index
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.remote_code import write_modules
 from jaxtrain.huggingface.safetensors import (

@@ -5,13 +5,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.models.blocks import attention_block, grouped_experts_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import GroupedExpertsConfig
-from jaxtrain.models.naming import attention_names, grouped_expert_names, outer_names
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -35,18 +30,8 @@ class Config(GroupedExpertsConfig):
         aliases = ("intermediate_size", "first_k_dense_replace")
         return {k: v for k, v in super().to_hf().items() if k not in aliases or k in fixed}
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.attention_bias
-        return attention_block(config, options, rngs, qkv_bias=bias, make_mlp=grouped_experts_mlp)
+    def block_spec(self, kind: str) -> BlockSpec:
+        return BlockSpec(AttentionSpec(qkv_bias=self.attention_bias), self.experts_spec)
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    layers = range(config.num_hidden_layers)
-    return [
-        *outer_names(config),
-        *attention_names("block", layers, qkv_bias=config.attention_bias),
-        *grouped_expert_names("block", layers, config),
-    ]
+Model, names = SpecDecoder, spec_names

@@ -5,14 +5,10 @@ import dataclasses
 from collections.abc import Mapping
 from typing import ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.norm import LayerNorm, RMSNorm
-from jaxtrain.models.blocks import attention_block
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import PRE_NORMS, decoder_names
+from jaxtrain.models.naming import PRE_NORMS
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -33,19 +29,12 @@ class Config(DecoderConfig):
         parallel = self.use_parallel_residual
         return {"attention_norm": PRE_NORMS["attention_norm"]} if parallel else PRE_NORMS
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        return attention_block(
-            config,
-            options,
-            rngs,
-            norms=config.block_norms,
-            parallel=config.use_parallel_residual,
-            qkv_bias=config.use_qkv_bias,
+    def block_spec(self, kind: str) -> BlockSpec:
+        return BlockSpec(
+            AttentionSpec(qkv_bias=self.use_qkv_bias),
+            norms=self.block_norms,
+            parallel=self.use_parallel_residual,
         )
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    return decoder_names(config, qkv_bias=config.use_qkv_bias, norms=config.block_norms)
+Model, names = SpecDecoder, spec_names

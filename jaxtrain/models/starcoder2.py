@@ -2,19 +2,13 @@
 everywhere, and perhaps a sliding window."""
 
 import dataclasses
-import functools
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from flax import nnx
-
-from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import LayerNorm, RMSNorm
-from jaxtrain.models.blocks import attention_block, plain_mlp
-from jaxtrain.models.decoder import Decoder, DecoderOptions
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, DenseSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import decoder_names
 
 PARTS = {"up": "c_fc", "down": "c_proj"}
 
@@ -41,17 +35,11 @@ class Config(DecoderConfig):
     def layers(self) -> tuple[LayerSpec, ...]:
         return (LayerSpec(window=self.sliding_window),) * self.num_hidden_layers
 
-
-class Model(Decoder):
-    def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        bias = config.use_bias
-        make_mlp = functools.partial(plain_mlp, use_bias=bias)
-        return attention_block(
-            config, options, rngs, qkv_bias=bias, out_bias=bias, make_mlp=make_mlp
+    def block_spec(self, kind: str) -> BlockSpec:
+        bias = self.use_bias
+        return BlockSpec(
+            AttentionSpec(qkv_bias=bias, out_bias=bias), DenseSpec(bias=bias, parts=PARTS)
         )
 
 
-def names(config: Config) -> list[ParameterEntry]:
-    """Every parameter and the tensors of a Hugging Face folder that it is made of."""
-    bias = config.use_bias
-    return decoder_names(config, qkv_bias=bias, out_bias=bias, mlp_bias=bias, mlp_parts=PARTS)
+Model, names = SpecDecoder, spec_names

@@ -34,8 +34,9 @@ from jaxtrain.layers.noise import RowNoise, hash_bits, set_rng_bits, token_rng_b
 from jaxtrain.layers.norm import LayerNorm, RMSNorm
 from jaxtrain.layers.rope import Angles
 from jaxtrain.layers.stack import Stack, StackInputs
+from jaxtrain.models.blocks import AttentionSpec, BlockSpec, DenseSpec
 from jaxtrain.models.decoder import DecoderOptions
-from jaxtrain.models.naming import attention_names, mlp_names
+from jaxtrain.models.naming import with_prefix
 from jaxtrain.models.parameters import split_model
 
 PATCH_NOISE, FEATURE_NOISE = 0x51ED270B, 0x2545F491
@@ -147,13 +148,7 @@ class PatchEmbedding(nnx.Module):
     a video in a patch; an image is the same frame in all of them, so their kernels add up."""
 
     def __init__(
-        self,
-        num_in: int,
-        num_out: int,
-        *,
-        frames: int = 1,
-        use_bias: bool = True,
-        init: LayerInit,
+        self, num_in: int, num_out: int, *, frames: int = 1, use_bias: bool = True, init: LayerInit
     ):
         self.frames = frames
         self.kernel = nnx.Param(init.normal((num_in * frames, num_out)), axes=(None, "embed"))
@@ -362,23 +357,14 @@ def tower_names(config: VisionConfig, root: str) -> list[ParameterEntry]:
     layers, size = range(config.num_hidden_layers), config.patch_size
     module = f"{root}embeddings.patch_embedding"
     kernel = Transpose(Flattened(f"{module}.weight", (3, size, size)))
+    attention = AttentionSpec(qkv_bias=True, out_bias=True, out_name="out_proj")
+    mlp = DenseSpec(bias=True, parts={"up": "fc1", "down": "fc2"})
+    block = BlockSpec(attention, mlp, norms=NORMS)
     entries = [
         ParameterEntry("patch.kernel", kernel),
         ParameterEntry("patch.bias", TensorRef(f"{module}.bias")),
         ParameterEntry("position_table", TensorRef(f"{root}embeddings.position_embedding.weight")),
-        *attention_names(
-            "block",
-            layers,
-            f"{root}encoder.",
-            qkv_bias=True,
-            out_bias=True,
-            out="out_proj",
-            norms=NORMS,
-            norm_parts=LayerNorm.parameters,
-        ),
-        *mlp_names(
-            "block", layers, f"{root}encoder.", bias=True, parts={"up": "fc1", "down": "fc2"}
-        ),
+        *with_prefix(block.names(config, "block", layers), f"{root}encoder."),
         ParameterEntry("norm.scale", TensorRef(f"{root}post_layernorm.weight")),
         ParameterEntry("norm.bias", TensorRef(f"{root}post_layernorm.bias")),
     ]

@@ -17,10 +17,10 @@ from jaxtrain.huggingface.ops import ParameterEntry, StackedOps, TensorRef, Tran
 from jaxtrain.layers.linear import LayerInit, Linear
 from jaxtrain.layers.mixer import LayerInputs, LayerSpec, Mixer
 from jaxtrain.layers.norm import RMSNorm
-from jaxtrain.models.blocks import attention_block
+from jaxtrain.models.blocks import BlockSpec
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import attention_names, mlp_names, outer_names
+from jaxtrain.models.naming import outer_names
 
 
 class State(NamedTuple):
@@ -111,7 +111,7 @@ class Config(DecoderConfig):
 
 class Model(Decoder):
     def make_block(self, kind: str, config: Config, options: DecoderOptions, rngs: nnx.Rngs):
-        make = Block if kind == "recurrent" else attention_block
+        make = Block if kind == "recurrent" else BlockSpec().build
         return make(config, options, rngs)
 
 
@@ -126,5 +126,5 @@ def names(config: Config) -> list[ParameterEntry]:
         )
         for part, op in parts.items()
     ]
-    attention = attention_names("block", kinds["block"]) + mlp_names("block", kinds["block"])
+    attention = BlockSpec().names(config, "block", kinds["block"])
     return [*outer_names(config), *recurrent, *attention]
