@@ -91,8 +91,8 @@ class AnswerFile:
             raise UserError(f"--output {self.part} cannot be written: {reason}") from None
 
     def finish(self) -> None:
-        """Write all rows with their answers to their place."""
-        lines = [write_row({**row, **self.answers[i]}) for i, row in enumerate(self.rows)]
+        """Write all rows that have answers, with these, to their place."""
+        lines = [write_row({**self.rows[i], **self.answers[i]}) for i in sorted(self.answers)]
         size = self.shard_rows or len(lines)
         starts = range(0, len(lines), size)
         for number, start in enumerate(starts):

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxtrain.api import Model
+from jaxtrain.cli.play import find_short
 from jaxtrain.cli.prompt_input import EvalPrompt
 from jaxtrain.config import SamplingConfig
 from jaxtrain.data.chat.template import TemplateFailed, encode, end_of_turn_ids, prompt_tokens
@@ -65,7 +66,8 @@ class DecodingPair:
             self.target = unstack(target)
 
     def encode(self, prompt_set: EvalPrompt) -> list[list[int]]:
-        """Tokens of each prompt; UserError for one that cannot be written or leaves no room."""
+        """Tokens of the prompts that leave room for an answer; UserError for one that cannot be
+        written."""
         tokenizer, token_lists = self.model.tokenizer, []
         for prompt, tools, kwargs, origin in zip(*prompt_set[1:], strict=True):
             try:
@@ -75,7 +77,10 @@ class DecodingPair:
                     token_lists.append(prompt_tokens(tokenizer, prompt, tools, kwargs=kwargs))
             except TemplateFailed as error:
                 raise UserError(f"{prompt_set.name}: {origin} cannot be written: {error}") from None
-        return token_lists
+        short = find_short(token_lists, range(len(token_lists)), self.model.max_len, "the model")
+        if not short:
+            raise UserError(f"{prompt_set.name}: no prompt leaves room for an answer")
+        return [token_lists[index] for index in short]
 
     def samplers(self, rows: int) -> tuple[LocalSampler, LocalSampler]:
         """(plain, with the draft), of so many rows."""

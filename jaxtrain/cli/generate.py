@@ -198,10 +198,6 @@ def answer_requests(
     from jaxtrain.cli.prompt_images import find_images, write_image
     from jaxtrain.data.chat.rows import IMAGES
 
-    columns = (
-        [request.get(key) for request in requests]
-        for key in ("prompt", "tools", "chat_template_kwargs")
-    )
     if args.ids:
         from jaxtrain.api import read_ids
 
@@ -209,7 +205,15 @@ def answer_requests(
         tokens = [read_ids(r["prompt"], size, r["shown"]).tolist() for r in requests]
     else:
         with progress.phase("tokenizing"):
-            tokens = writer.tokenize(*columns)
+            tokens = [
+                writer.tokenize(
+                    request["prompt"],
+                    request.get("tools"),
+                    request.get("chat_template_kwargs"),
+                    request["origin"],
+                )
+                for request in requests
+            ]
     placed = [find_images(*pair) for pair in zip(requests, tokens, strict=True)]
     pending = range(len(requests)) if file is None else file.pending
     if file is not None and file.answers:
@@ -247,12 +251,16 @@ def answer_requests(
     with progress.phase("answering", count):
         options = {"draws": list(pending), "images": [placed[index] for index in pending]}
         answers = writer.complete(prompts, on_end=write, **options) if prompts else []
+    if not any(answers) and not (file is not None and file.answers):
+        raise UserError("generate: no prompt leaves room for an answer")
     if file is not None:
         with progress.phase("writing"):
             file.finish()
-        print(f"{len(requests)} answers in {args.output}")
+        print(f"{len(file.answers)} answers in {args.output}")
         return
     for index, answer in enumerate(answers):
+        if answer is None:
+            continue
         keys, request = describe(index, answer), requests[index]
         text = f">>> {request['shown']}\n{keys.get('completion', keys)}\n"
         text = json.dumps({**request["row"], **keys}) if args.ids else text
@@ -404,25 +412,26 @@ def read_request(
 ) -> dict[str, Any]:
     """Read one prompt: ids, text for --raw, else messages that end before the assistant speaks.
     images: reader of its images; None refuses them."""
+    from jaxtrain.cli.prompt_input import read_raw_prompt
     from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow
     from jaxtrain.data.chat.rows import Row, read_prompt
     from jaxtrain.data.chat.tokenize import open_row_images
     from jaxtrain.data.images.markers import show_pictures
 
+    request = {"row": row, "origin": origin}
     if args.ids:
         if not isinstance(row.get("prompt_ids"), list):
             raise UserError(f"{origin}: --ids needs a list of token ids in the key prompt_ids")
-        return {"row": row, "prompt": row["prompt_ids"], "shown": f"{origin}: prompt_ids"}
+        return {**request, "prompt": row["prompt_ids"], "shown": f"{origin}: prompt_ids"}
     try:
         columns = Row(row, **dataset.reading) if dataset else Row(row)
         columns.images = open_row_images(images, origin)
+        if args.raw:
+            text = read_raw_prompt(columns)
+            return {**request, "prompt": text, "shown": text}
         prompt = read_prompt(columns)
     except MalformedRow as error:
         raise UserError(error.describe(origin)) from None
-    if args.raw:
-        if prompt is None or not isinstance(prompt.value, str):
-            raise UserError(f"{origin}: --raw needs a text in the key prompt")
-        return {"row": row, "prompt": prompt.value, "shown": prompt.value}
     if prompt is None:
         raise UserError(
             f"{origin}: needs messages (a list of role and content) or prompt (a text); found keys"
@@ -434,7 +443,7 @@ def read_request(
     if args.system and messages[0]["role"] not in SYSTEM_ROLES:
         messages = [{"role": "system", "content": args.system}, *messages]
     return {
-        "row": row,
+        **request,
         "prompt": messages,
         "tools": prompt.tools,
         "chat_template_kwargs": keywords or None,
@@ -463,7 +472,10 @@ def converse(writer: AnswerWriter, system: str | None, env: bool) -> None:
             messages = list(start)
             continue
         messages.append({"role": "user", "content": text})
-        (completion,) = writer.complete(writer.tokenize([messages], [None], [None]))
+        (completion,) = writer.complete([writer.tokenize(messages)])
+        if completion is None:
+            messages.pop()
+            continue
         answer = writer.decode(completion)
         print(escape_control_chars(answer))
         messages.append({"role": "assistant", "content": answer})

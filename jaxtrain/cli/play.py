@@ -6,7 +6,7 @@ run of several           a sampler for each, on one base      policies, as in tr
 
 import asyncio
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -108,6 +108,25 @@ class PlaySession:
             return asyncio.run(run(thread))
 
 
+def find_short(
+    prompts: Sequence[Sequence[int]], numbers: Sequence[int], longest: int, owner: str
+) -> list[int]:
+    """Return the indices of the prompts that leave room for an answer; a note names the others by
+    their numbers.
+
+    longest: tokens of prompt and answer, 0 for no limit. owner: of the limit.
+    """
+    short = [i for i, prompt in enumerate(prompts) if longest <= 0 or len(prompt) < longest]
+    if long := sorted(set(range(len(prompts))).difference(short)):
+        named = ", ".join(str(numbers[i]) for i in long[:10]) + (", ..." if len(long) > 10 else "")
+        print(
+            f"note: {owner} takes {longest:,} tokens, prompt and answer, and {len(long)} of"
+            f" {len(prompts)} prompts leave no room (number {named}): they get no answer",
+            file=sys.stderr,
+        )
+    return short
+
+
 class AnswerWriter:
     """A model that answers messages, continues text or ids, or acts in an environment."""
 
@@ -165,30 +184,40 @@ class AnswerWriter:
         self.sampler.phase = phase
 
     def tokenize(
-        self, prompts: list[Any], tools: list[Any], keywords: list[Any] | None = None
-    ) -> list[list[int]]:
-        """Tokens of prompts (strings with --raw, else message lists). keywords: those of each
-        prompt for the chat template."""
-        keywords = keywords or [None] * len(prompts)
+        self, prompt: Any, tools: Any = None, keywords: Any = None, origin: str = "the prompt"
+    ) -> list[int]:
+        """Tokens of a prompt (a string with --raw, else messages). keywords: for the chat template.
+        origin: its name in errors."""
         try:
-            return [
-                encode(self.tokenizer, prompt)
-                if self.raw
-                else prompt_tokens(self.tokenizer, prompt, tool, kwargs=keyword)
-                for prompt, tool, keyword in zip(prompts, tools, keywords, strict=True)
-            ]
+            if self.raw:
+                return encode(self.tokenizer, prompt)
+            return prompt_tokens(self.tokenizer, prompt, tools, kwargs=keywords)
         except TemplateFailed as error:
-            raise UserError(f"a prompt cannot be written: {error}") from None
+            raise UserError(f"{origin} cannot be written: {error}") from None
 
     def decode(self, answer: Completion) -> str:
         """Text of an answer."""
         return decode_answer(self.tokenizer, answer.tokens, self.raw)
 
-    def complete(self, tokens: list[list[int]], **options: Any) -> list[Completion]:
-        """Answers to prompts of ids, side by side; options: draws, on_end and images of the
-        sampler."""
+    def complete(
+        self,
+        tokens: list[list[int]],
+        *,
+        draws: Sequence[int] | None = None,
+        images: Sequence[Any] = (),
+        **options: Any,
+    ) -> list[Completion | None]:
+        """Answers to prompts of ids, side by side; None for those that leave no room. draws,
+        images: of each prompt. options: of the sampler."""
         self.require_tokens(tokens)
-        return self.sampler.generate(tokens, self.sampling, **options)
+        draws, images = draws or range(len(tokens)), images or [None] * len(tokens)
+        short = find_short(tokens, draws, self.sampler.max_len, "the model")
+        prompts, draws, images = ([given[i] for i in short] for given in (tokens, draws, images))
+        answers = self.sampler.generate(
+            prompts, self.sampling, draws=draws, images=images, **options
+        )
+        by_index = dict(zip(short, answers, strict=True))
+        return [by_index.get(index) for index in range(len(tokens))]
 
     def require_tokens(self, prompts: list[list[int]]) -> None:
         """Raise UserError for an empty prompt."""

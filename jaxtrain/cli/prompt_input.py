@@ -79,6 +79,18 @@ def open_data(path: str, overrides: list[str], most: int, raw: bool) -> EvalProm
     return EvalPrompt(path.rpartition("/")[2], *columns)
 
 
+def read_raw_prompt(row: Row) -> str:
+    """Return the prompt of a row for --raw: the text of its column, which may be messages as JSON.
+    MalformedRow for one that only a chat template can write."""
+    value = row.prompt()
+    text = row.original.get(row.renamed.get("prompt", "prompt"))
+    if not isinstance(value, str) and isinstance(text, str) and not row.has_context:
+        value = text
+    if not isinstance(value, str) or not value:
+        raise MalformedRow("--raw needs a text in the column prompt")
+    return value
+
+
 def read_prompts(
     row: Mapping[str, Any], dataset: DatasetConfig, origin: str, raw: bool
 ) -> Iterator[tuple[Any, Any, Any, str]]:
@@ -86,10 +98,7 @@ def read_prompts(
     assistant in a row; of a row that ends before one, the row itself."""
     columns = Row(row, **dataset.reading)
     if raw:
-        text = columns.get("prompt")
-        if not isinstance(text, str) or not text:
-            raise UserError(f"{origin}: --raw needs a text in the column prompt")
-        yield text, None, None, origin
+        yield read_raw_prompt(columns), None, None, origin
         return
     messages = columns.messages()
     kwargs = {**dataset.chat_template_kwargs, **(columns.chat_template_kwargs() or {})} or None

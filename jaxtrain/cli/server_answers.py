@@ -11,7 +11,7 @@ from typing import Any
 
 from typing_extensions import override
 
-from jaxtrain.cli.play import AnswerWriter
+from jaxtrain.cli.play import AnswerWriter, find_short
 from jaxtrain.config import Config, ModelConfig, validate_config
 from jaxtrain.config.load import apply_overrides, read_saved
 from jaxtrain.config.secrets import reveal_url
@@ -19,9 +19,9 @@ from jaxtrain.core.architecture import find_architecture, find_tokenizer, read_a
 from jaxtrain.data.chat.template import encode, end_of_turn_ids
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Completion, EpisodeFailed
+from jaxtrain.generation.local.requests import refuse_stray
 from jaxtrain.generation.vllm.fixed import open_fixed
 from jaxtrain.generation.vllm.images import PromptImages
-from jaxtrain.generation.vllm.server import VllmServer
 from jaxtrain.generation.vllm.sources import is_url
 from jaxtrain.methods.reopen import holds_run
 from jaxtrain.text_safety import show
@@ -97,9 +97,9 @@ class ServerAnswerWriter(AnswerWriter):
         draws: Sequence[int] | None = None,
         on_end: Callable[[int, Completion], None] = lambda number, completion: None,
         images: Sequence[Any] = (),
-    ) -> list[Completion]:
-        """Return answers to prompts of ids. If some get none, raises UserError once all others have
-        ended."""
+    ) -> list[Completion | None]:
+        """Return answers to prompts of ids, None for those that leave a server no room: asked again
+        they would fail again. If others get none, raises UserError once all have ended."""
         self.require_tokens(tokens)
         placed = images or [None] * len(tokens)
         if self.images.tokenizer is None and any(image is not None for image in placed):
@@ -113,6 +113,8 @@ class ServerAnswerWriter(AnswerWriter):
                 " images; name the folder that the servers have"
             )
         draws = range(len(tokens)) if draws is None else draws
+        for number, prompt, image in zip(draws, tokens, placed, strict=True):
+            refuse_stray(prompt, image, self.images.never, f"prompt {number}")
         stop_ids = tuple(end_of_turn_ids(self.tokenizer, self.raw))
         plain = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": 0.0}
         reported = self.sampling if self.logprobs else self.sampling.model_copy(update=plain)
@@ -133,7 +135,7 @@ class ServerAnswerWriter(AnswerWriter):
 
         async def answer_all() -> None:
             try:
-                await asyncio.gather(*map(answer, range(len(tokens))))
+                await asyncio.gather(*map(answer, short))
             finally:
                 await engine.close()
 
@@ -144,29 +146,16 @@ class ServerAnswerWriter(AnswerWriter):
             self.urls, reported, log, lambda text: encode(self.tokenizer, text), option="--servers"
         ) as engine:
             engine.images = self.images
-            require_room(tokens, draws, engine.servers.all)
+            limits = [
+                (server.max_model_len, server.url)
+                for server in engine.servers.all
+                if server.max_model_len > 0
+            ]
+            short = find_short(tokens, draws, *min(limits, default=(0, "")))
             asyncio.run(answer_all())
-        complete = [completion for completion in answers if completion is not None]
         if failures:
             raise UserError(
                 f"{len(failures)} of {len(tokens)} prompts got no answer ({failures[0]}); with"
                 " --output the same command asks for these alone"
             )
-        return complete
-
-
-def require_room(
-    tokens: Sequence[Sequence[int]], draws: Sequence[int], servers: Sequence[VllmServer]
-) -> None:
-    """Raise UserError for prompts [tokens] that leave no server room for an answer: asked again,
-    they would fail again. draws: their numbers."""
-    limits = [(server.max_model_len, server.url) for server in servers if server.max_model_len > 0]
-    limit, url = min(limits, default=(0, ""))
-    long = [draws[index] for index, ids in enumerate(tokens) if 0 < limit <= len(ids)]
-    if long:
-        named = ", ".join(map(str, long[:10])) + (", ..." if len(long) > 10 else "")
-        raise UserError(
-            f"generate: {url} takes {limit:,} tokens, prompt and answer, and {len(long)} of"
-            f" {len(tokens)} prompts leave no room (number {named}); shorten or remove them, or"
-            " start the server with a larger --max-model-len"
-        )
+        return answers

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from jaxtrain.config.base import RESUMABLE, Place, Section, requires
+from jaxtrain.config.base import RESUMABLE, Place, Section, requires, unread
 from jaxtrain.config.data import find_stream_conflicts
 from jaxtrain.config.launch import find_launch_conflicts
 from jaxtrain.config.limits import ITEMS, ROWS, WORKERS
@@ -176,6 +176,9 @@ def find_drawing_conflicts(config: Any) -> Iterator[str]:
     if rollout.engine in ("vllm", "sglang") and rollout.devices:
         yield "rollout.devices is for the local engine; remove it, servers have their own"
     yield from requires("rollout.draft_rows", "rollout.draft", "; set that or remove it")(config)
+    yield from unread("rollout.replay_logp rollout.replay_max_lag", "rollout.replay_size", bool)(
+        config
+    )
     replayed = round(rollout.replay_share * rollout.prompts_per_step)
     if rollout.replay_share and replayed > rollout.replay_size:
         yield (

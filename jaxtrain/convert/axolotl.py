@@ -86,6 +86,9 @@ def _finish_task(conversion: Conversion) -> None:
         conversion.remove("data.packing")
         finish_round(conversion, conversion.remove("data.micro_batch_size"))
         finish_sampling(conversion)
+        if conversion.get("rollout.replay_logp") and not conversion.get("rollout.replay_size"):
+            conversion.remove("rollout.replay_logp")
+            conversion.drop("no group is replayed", "trl.replay_recompute_logps")
 
 
 def _set_vision(conversion: Conversion) -> None:

@@ -228,7 +228,7 @@ def read_message(
     nothing reads. images: as in read_conversation."""
     if isinstance(message, dict):
         message = {key: value for key, value in message.items() if key not in OWN_KEYS}
-    reader = MessageReader(roles={"developer": "system"}, lenient=True, images=images)
+    reader = MessageReader(lenient=True, images=images)
     try:
         read = reader.read(message)
     except MalformedRow as error:

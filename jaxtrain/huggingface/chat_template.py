@@ -284,6 +284,13 @@ def _request(
         _READS_PARTS[template] = _reads_only_parts(template, special)
     if _READS_PARTS[template]:
         messages = [_write_parts(message) for message in messages]
+    if any(message.get("role") == "developer" for message in messages):
+        if template not in _WRITES_DEVELOPERS:
+            _WRITES_DEVELOPERS[template] = _writes_developers(template, special)
+        if not _WRITES_DEVELOPERS[template]:
+            messages = [
+                {**m, "role": "system"} if m.get("role") == "developer" else m for m in messages
+            ]
     if any(message.get("tool_calls") for message in messages):
         form = _CALL_FORMS.get(template)
         if form is None:
@@ -357,12 +364,29 @@ _READS_PARTS: dict[str, bool] = {}
 def _reads_only_parts(template: str, special: Mapping[str, Any]) -> bool:
     """Try a content of both forms."""
     message = {"role": "user", "content": "probe_content"}
+    return not _writes_probe(template, special, [message]) and _writes_probe(
+        template, special, [_write_parts(message)]
+    )
 
-    def writes(shown: Mapping[str, Any]) -> bool:
-        reply = _run(template, [shown], None, False, special, "text")
-        return reply.kind == "text" and "probe_content" in reply.text
 
-    return not writes(message) and writes(_write_parts(message))
+def _writes_probe(
+    template: str, special: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
+) -> bool:
+    """Return True if a template writes the content "probe_content"."""
+    reply = _run(template, messages, None, False, special, "text")
+    return reply.kind == "text" and "probe_content" in reply.text
+
+
+_WRITES_DEVELOPERS: dict[str, bool] = {}
+"""False for templates that leave out or refuse the role developer, which older ones call system."""
+
+
+def _writes_developers(template: str, special: Mapping[str, Any]) -> bool:
+    """Try such a message, as a template reads it."""
+    roles = {"developer": "probe_content", "user": "Q"}
+    messages: list[Any] = [{"role": role, "content": text} for role, text in roles.items()]
+    read = [*map(_write_parts, messages)] if _READS_PARTS[template] else messages
+    return _writes_probe(template, special, read)
 
 
 def _write_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

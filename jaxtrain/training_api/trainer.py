@@ -83,6 +83,12 @@ class Base:
                     " adapter.quantize"
                 )
             raise UserError(f"--train trains adapters on a whole model, and {cause}")
+        keys = config.adapter.model_dump(exclude_defaults=True).keys() - {"kind", "quantize"}
+        if adapter is not None and adapter.source is None and keys:
+            raise UserError(
+                f"adapter.{min(keys)} has no effect with --train: clients say what their adapters"
+                " are; remove it, or set only adapter.kind and adapter.quantize"
+            )
         self.quantize: Any = "none" if adapter is None else adapter.quantize
         """Storage of the frozen kernels, as in adapter.quantize."""
         self.params = dict(snapshot.params())

@@ -218,6 +218,17 @@ def test_export_refuses_to_cast_codes(folder, tmp_path, capsys):
     assert not (tmp_path / "o").exists()
 
 
+def test_raw_prompts_may_be_messages_as_json(folder, tmp_path, capsys):
+    talk = json.dumps([{"role": "user", "content": "hi"}])
+    (tmp_path / "in.jsonl").write_text(json.dumps({"prompt": talk}) + "\n")
+    words = ["--raw", "--input", tmp_path / "in.jsonl", "sampling.max_new_tokens=2"]
+    assert run("generate", folder, *words) == 0
+    assert f">>> {talk}" in capsys.readouterr().out
+    (tmp_path / "in.jsonl").write_text('{"prompt": "x", "system": "y"}\n')
+    assert run("generate", folder, *words) == 2
+    assert "line 1: --raw needs a text in the column prompt" in capsys.readouterr().err
+
+
 def test_generate_reads_and_writes_ids(folder, answers, tmp_path, capsys):
     source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
     source.write_text('{"prompt_ids": [5, 6, 7], "name": "a"}\n[9, 8]\n')

@@ -219,6 +219,15 @@ def test_a_policy_draws_from_all_tokens():
     assert conversion.get("data.sequence_len") == 1624, "Axolotl's 512 hold no answer"
 
 
+@pytest.mark.parametrize("size", [0, 8])
+def test_log_probs_of_replayed_groups_go_with_a_buffer(size):
+    trl = {"num_generations": 4, "reward_funcs": ["a.py:f"], "replay_recompute_logps": True}
+    trl |= {"replay_buffer_size": size} if size else {}
+    conversion = convert("axolotl", **{**BASE, "micro_batch_size": 4}, rl="grpo", trl=trl)
+    assert conversion.get("rollout.replay_logp") == ("recomputed" if size else None)
+    assert ("trl.replay_recompute_logps" in str(conversion.dropped)) == (not size)
+
+
 def test_parameters_of_generation_go_where_they_are_read(tmp_path):
     flags = {"generation_kwargs": {"min_tokens": 8, "stop": "END", "repetition_penalty": 1.1}}
     flags |= {"vllm_structured_outputs_regex": "(yes|no)", "reward_funcs": ["f.py:r"]}

@@ -2,7 +2,9 @@
 rows."""
 
 import base64
+import contextlib
 import pickle
+import socket
 import threading
 import time
 import zlib
@@ -15,6 +17,7 @@ from smolvlm_text import ANSWER, draw, make_reader, open_tokenizer
 
 from jaxtrain.batch import IMAGE_SLOT, check_batch
 from jaxtrain.config.data import DatasetConfig
+from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.pairs import PairTrees
 from jaxtrain.data.comparisons.preference_row import SAME
@@ -255,6 +258,22 @@ def test_a_slow_server_holds_no_reader(headers, folder, tokenizer, monkeypatch):
         done.set()
         server.shutdown()
     assert "it takes more than 0.4 seconds" in drop.reason and seconds < 5
+
+
+def test_dead_addresses_of_a_host_share_the_time_of_a_fetch(monkeypatch):
+    """Each would get all of it from socket.create_connection."""
+    monkeypatch.setattr(fetch, "SECONDS", 0.4)
+    with socket.create_server(("127.0.0.1", 0), backlog=0) as full, contextlib.ExitStack() as stack:
+        for _ in range(4):  # a full queue answers no further connection
+            client = stack.enter_context(socket.socket())
+            client.setblocking(False)
+            client.connect_ex(full.getsockname())
+        place = (socket.AF_INET, socket.SOCK_STREAM, 6, "", full.getsockname())
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [place] * 20)
+        start = time.monotonic()
+        with pytest.raises(MalformedRow, match="it takes more than 0.4 seconds"):
+            fetch.fetch("http://some.example/a.png", ("some.example",))
+        assert time.monotonic() - start < 2
 
 
 def test_without_the_format_images_are_refused_by_name(folder, tokenizer):

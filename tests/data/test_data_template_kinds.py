@@ -336,6 +336,34 @@ def test_parts_that_a_template_leaves_out_although_the_text_has_their_words(mess
     template.prompt_tokens(tokenizer, [QUESTION])
 
 
+DEVELOPER = [log("developer", "RULES"), QUESTION]
+NEW_ROLE = (
+    "{% if m.role == 'developer' %}raised{{ raise_exception('no role developer') }}{% endif %}"
+)
+
+
+def test_a_developer_message_is_a_system_message_where_the_template_knows_no_developer():
+    plain = load_tokenizer("builtin")  # writes any role, so that the role stays
+    assert plain.decode(template.prompt_tokens(plain, DEVELOPER)).startswith(
+        "<|im_start|>developer"
+    )
+    chatml = plain.chat_template
+    older = {
+        "refused": "{% for m in messages %}" + NEW_ROLE + "{% endfor %}" + chatml,
+        "left out": "{% set messages = messages | rejectattr('role', 'equalto', 'developer') | list %}"
+        + chatml,
+    }
+    expected = plain.decode(template.prompt_tokens(plain, [log("system", "RULES"), QUESTION]))
+    for text in older.values():
+        tokenizer = load(text)
+        rows = RowTokenizer(DatasetConfig(path="x"), tokenizer, 512, "error")
+        [sample] = rows({"messages": [*DEVELOPER, ANSWER]}, "x row 1")
+        assert tokenizer.decode(sample.tokens).startswith(expected)
+        prompt = TokenHistory(TurnTemplate(tokenizer)).prepare(DEVELOPER, {}, None)
+        assert prompt.tokens == template.prompt_tokens(tokenizer, DEVELOPER)
+        assert tokenizer.decode(prompt.tokens) == expected
+
+
 def test_arguments_and_second_calls_are_parts_of_their_own():
     name_only = SILENT.replace("t.function | tojson", "t.function.name")
     talk = [QUESTION, log("assistant", "", tool_calls=[tool_call(x="f")])]

@@ -119,6 +119,28 @@ def test_spans_that_are_refused(tokenizer, detail, reason):
     assert reason in dropped.reason and dropped.origin == "x, message 2"
 
 
+BEGUN = [{"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "It is"}]
+
+
+@pytest.mark.parametrize("as_messages", [False, True])
+def test_an_answer_continues_the_turn_that_its_prompt_begins(tokenizer, as_messages):
+    def say(text):
+        return [{"role": "assistant", "content": text}] if as_messages else text
+
+    row = {"prompt": BEGUN, "completion": say(" 4.")}
+    text = read(tokenizer, row)
+    head = "<|im_start|>user\n2 + 2?<|im_end|>\n<|im_start|>assistant\n"
+    assert text == f"{head}It is⟦ 4.<|im_end|>⟧\n"
+    text = read(tokenizer, row, train_on="all")
+    assert text.count("⟧") == 1 and "It is 4.<|im_end|>" in text
+    texts = pair(tokenizer, {"prompt": BEGUN, "chosen": say(" 4."), "rejected": say(" 5.")})
+    assert texts == (f"{head}It is", f"⟦ 4.{END}⟧", f"⟦ 5.{END}⟧")
+    thought = {"role": "assistant", "content": "4", "reasoning_content": "t"}
+    rows = RowTokenizer(DatasetConfig(path="x"), tokenizer, 512, "drop")
+    [dropped] = rows({"prompt": BEGUN, "completion": [thought]}, "x")
+    assert "the prompt ends in a turn that its answer cannot continue" in dropped.reason
+
+
 def test_columns_are_written_from_others(tokenizer):
     row = {"question": "2+2?", "good": "4", "bad": "5", "system": "Count."}
     formats = {

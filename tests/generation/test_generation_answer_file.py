@@ -176,8 +176,17 @@ def test_servers_answer_and_an_interrupted_command_goes_on(tmp_path, capsys, mon
         # A prompt that is too long would be too long again.
         long = ["--prompt", "word " * 5_000]
         assert main([*command[:5], *long]) == 2
-        assert "1 of 1 prompts leave no room (number 0)" in capsys.readouterr().err
+        captured = capsys.readouterr().err
+        assert "1 of 1 prompts leave no room (number 0)" in captured
+        assert "error: generate: no prompt leaves room for an answer" in captured
         assert len(fake.asked) == num_asked + 1
+        # It is left out of the others' answers, and named.
+        rows = [{"prompt": "word " * 5_000}, {"prompt": "short"}]
+        source.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert main([*command, "--overwrite"]) == 0
+        assert "1 of 2 prompts leave no room (number 0): they get no" in capsys.readouterr().err
+        [line] = lines(out)
+        assert line["prompt"] == "short" and line["completion"]
     finally:
         fake.kill()
 

@@ -65,6 +65,7 @@ def test_answers_and_losses_are_those_without_a_draft(config, tmp_path):
     ("words", "expected"),
     [
         (["rollout.draft_rows=4"], "rollout.draft_rows needs rollout.draft"),
+        (["rollout.replay_logp=recomputed"], "no effect while rollout.replay_size is 0"),
         (
             ["rollout.draft=x", "rollout.engine=vllm", 'rollout.vllm.servers=["http://a:1"]'],
             "rollout.draft is for the local engine: .*--speculative-config",

@@ -88,7 +88,9 @@ def open_model(base, seed=7):
 
 @pytest.mark.slow  # compiles a step of two bases
 def test_adapters_over_a_quantized_base_are_those_over_what_it_stands_for(base):
-    quantized = open_base(adapter={"kind": "lora", "rank": 1, "quantize": "int8"})
+    with pytest.raises(UserError, match="adapter.rank has no effect with --train"):
+        open_base(adapter={"kind": "lora", "rank": 1, "quantize": "int8"})
+    quantized = open_base(adapter={"kind": "lora", "quantize": "int8"})
     names = {path.rpartition(".")[0] for path in quantized.params if path.endswith(".codes")}
     assert len(names) == 7 and all(name.endswith(".kernel") for name in names)
     with pytest.raises(UserError, match="section adapter begins one on this; remove it"):

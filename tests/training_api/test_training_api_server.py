@@ -400,7 +400,7 @@ def test_a_restart_goes_on_where_it_was(base, alone, tmp_path, monkeypatch, seco
 
 @pytest.mark.slow  # compiles the sampler
 def test_adapters_over_a_quantized_base_are_trained_and_sampled(tmp_path):
-    quantized = open_base(adapter={"kind": "lora", "rank": 1, "quantize": "int8"})
+    quantized = open_base(adapter={"kind": "lora", "quantize": "int8"})
     server = Server(tmp_path, quantized)
     try:
         client = Client(server)

@@ -13,7 +13,9 @@ from jaxtrain.data.chat import template
 from jaxtrain.data.chat.control_tokens import encoder_of
 from jaxtrain.data.chat.messages import (
     KEYS,
+    OFFSETS,
     MalformedRow,
+    Message,
     check_values,
     context_spans,
     pick,
@@ -139,6 +141,7 @@ class RowTokenizer:
                 return self._plain(prompt, completion, origin)
             before = row.read_messages(prompt, "user")
             after = row.read_messages(completion, "assistant")
+            before, [after] = continue_turn(before, [after], self.dataset.train_on == "all")
             return self._chat(row, row.conversation(before + after, len(before)), origin)
         instruction, output = row.require_text("instruction"), row.require_text("output")
         extra = row.text("input")
@@ -280,6 +283,32 @@ class RowTokenizer:
         if not results:
             return [Dropped("no trained token", origin)]
         return share_prefixes(results, self.sequence_len) if self.trees else [*results]
+
+
+def continue_turn(
+    prompt: list[Message], answers: list[list[Message]], train_all: bool = False
+) -> tuple[list[Message], list[list[Message]]]:
+    """Move the beginning of a turn, with which a prompt ends, into the turn of each answer, where
+    it is context unless `train_all`; other prompts and answers are returned as they are. Raises
+    MalformedRow for a beginning that is more than a text."""
+    opening = prompt[-1] if len(prompt) > 1 else {}
+    turns = [answer[0] if answer else {} for answer in answers]
+    if any(turn.get("role") != "assistant" for turn in (opening, *turns)):
+        return prompt, answers
+    if "tool_calls" in opening or any("reasoning_content" in turn for turn in (opening, *turns)):
+        raise MalformedRow("the prompt ends in a turn that its answer cannot continue")
+    begun = opening["content"]
+    context = {"begin_offset": 0, "end_offset": len(begun) - 1, "train": False}
+    continued = []
+    for turn, answer in zip(turns, answers, strict=True):
+        spans = [] if train_all or not begun else [context]
+        for span in turn.get("train_detail", ()):
+            offsets = {name: span[name] + len(begun) for name in OFFSETS}
+            spans.append({**span, **offsets})
+        turn = {**turn, "content": begun + turn["content"]}
+        turn = {**turn, "train_detail": spans} if spans else turn
+        continued.append([turn, *answer[1:]])
+    return prompt[:-1], continued
 
 
 def open_images(dataset: DatasetConfig | None, tokenizer: Any) -> Any:

@@ -23,6 +23,7 @@ from typing import Any
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow, check_values, is_empty
 from jaxtrain.data.chat.rows import CONTEXT, MESSAGES, Row
+from jaxtrain.data.chat.tokenize import continue_turn
 from jaxtrain.data.comparisons.ranked import RankedPair, rank_pairs
 from jaxtrain.data.formats import (
     CHOSEN,
@@ -267,6 +268,8 @@ class PreferenceRowReader:
             [{"role": "assistant", "content": answer}] if isinstance(answer, str) else answer
             for answer in answers
         ]
+        if isinstance(prompt, list):
+            before, after = continue_turn(prompt, after)  # type: ignore[arg-type]
         before, after = _split(before, after, bool(text_prompt))  # type: ignore[arg-type]
         for answer in after:
             if not answer or not any(map(_says, answer)):

@@ -106,9 +106,26 @@ class _Connection(http.client.HTTPConnection):
 
     @override
     def connect(self) -> None:
-        self.timeout = self.deadline.seconds
+        self._create_connection = self._dial
         super().connect()
         self.deadline.watch(self.sock)
+
+    def _dial(self, address: tuple[str, int], *_: Any) -> socket.socket:
+        """Connect to the first address of a host that answers, within the time that is left: given
+        it whole, socket.create_connection would spend it on every dead address."""
+        failure = OSError("the host has no address")
+        for family, kind, protocol, _, place in socket.getaddrinfo(*address, 0, socket.SOCK_STREAM):
+            connection = socket.socket(family, kind, protocol)
+            connection.settimeout(self.deadline.seconds)
+            try:
+                connection.connect(place)
+                return connection
+            except OSError as error:
+                connection.close()
+                failure = error
+            if self.deadline.over:
+                break
+        raise failure
 
 
 class _SecureConnection(http.client.HTTPSConnection, _Connection):

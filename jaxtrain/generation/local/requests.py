@@ -75,6 +75,18 @@ class Request:
         return Completion(self.tokens, self.logprobs, self.finish_reason, self.versions, routed)
 
 
+def refuse_stray(
+    prompt: Sequence[int], images: PlacedImages | None, never: Iterable[int], name: str
+) -> None:
+    """Raise UserError for a token of an image in a prompt without one. never: such tokens."""
+    text = prompt if images is None else np.asarray(prompt)[images.slot < 0].tolist()
+    if stray := {*never}.intersection(text):
+        raise UserError(
+            f"{name} holds token {min(stray)}, which stands for an image or a video, without"
+            " one; give images as parts of messages"
+        )
+
+
 class Requests(ABC):
     """Continues prompts with a model of `jaxtrain.models`; see `LocalSampler`."""
 
@@ -204,13 +216,7 @@ class Requests(ABC):
             )
         if images is not None:
             self._check_images(images, len(prompt), name)
-        text = prompt if images is None else np.asarray(prompt)[images.slot < 0].tolist()
-        stray = {*getattr(self.model, "never_drawn", ())}.intersection(text)
-        if stray:
-            raise UserError(
-                f"{name} holds token {min(stray)}, which stands for an image or a video, without"
-                " one; give images as parts of messages"
-            )
+        refuse_stray(prompt, images, getattr(self.model, "never_drawn", ()), name)
         if sampling.stop and self.to_text is None:
             raise UserError("sampling.stop: stop texts need the sampler's to_text function")
         ends = tuple(sorted({*self.eos_ids, *stop_ids}))

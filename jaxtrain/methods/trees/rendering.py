@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.chat.control_tokens import SpecialTokens, encoder_of
-from jaxtrain.data.chat.messages import MalformedRow, is_empty
+from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow, is_empty
 from jaxtrain.data.chat.omissions import Kwargs
 from jaxtrain.data.chat.rows import Conversation, Row
 from jaxtrain.data.chat.template import Renderer, TemplateFailed, render_text
@@ -78,6 +78,7 @@ def render_chatml(
 
 def _context_text(message: Mapping[str, Any], before: str | None, after: str | None) -> str:
     role, content = message["role"], message["content"]
+    role = "system" if role in SYSTEM_ROLES else role
     if role in ("system", "user"):
         text = f"{START}{role}\n{content}{END}\n"
     elif role == "tool":
