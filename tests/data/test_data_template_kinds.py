@@ -350,8 +350,8 @@ def test_a_developer_message_is_a_system_message_where_the_template_knows_no_dev
     chatml = plain.chat_template
     older = {
         "refused": "{% for m in messages %}" + NEW_ROLE + "{% endfor %}" + chatml,
-        "left out": "{% set messages = messages | rejectattr('role', 'equalto', 'developer') | list %}"
-        + chatml,
+        "left out": "{% set messages = messages | rejectattr('role', 'equalto', 'developer')"
+        " | list %}" + chatml,
     }
     expected = plain.decode(template.prompt_tokens(plain, [log("system", "RULES"), QUESTION]))
     for text in older.values():
