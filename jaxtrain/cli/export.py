@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import re
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -89,9 +90,24 @@ def export_command(
             f"export: {folder} has no config.json; expected a Hugging Face model folder"
         )
     keys = rename_architectures(read_object(file))
+    warn_misfits(folder)
     with replace_folder(output) as unfinished:
         copy_folder(folder, unfinished, dtype, limit, keys=keys)
     print(f"{source} is now in {output}")
+
+
+def warn_misfits(folder: Path) -> None:
+    """Print which tensors of a folder do not fit its config.json, if the family is known."""
+    from jaxtrain.models import families, loading
+
+    try:
+        config = families.read_config(folder)
+    except UserError:  # a family or a feature that copying needs nothing of
+        return
+    try:
+        loading.check_folder(folder, config)
+    except UserError as error:
+        print(f"warning: {error}\n  They are copied as they are.", file=sys.stderr)
 
 
 def export_gguf_command(

@@ -200,7 +200,7 @@ def choose_matrices(folder: Path, family: str | None = None) -> set[str]:
     from jaxtrain.adapters.spec import find_linears
     from jaxtrain.huggingface.files import read_object
     from jaxtrain.huggingface.quantize import require_plain
-    from jaxtrain.models import DRAFTS, families
+    from jaxtrain.models import DRAFTS, families, loading
 
     raw = read_object(folder / "config.json")
     require_plain(raw, folder)
@@ -209,6 +209,7 @@ def choose_matrices(folder: Path, family: str | None = None) -> set[str]:
         raise UserError(
             f"quantize: {config.architecture} is a draft, small beside its target; quantize that"
         )
+    loading.check_folder(folder, config)
     names = {
         f"{module}.weight" if not module.endswith(".weight") else module
         for path, linear in find_linears(config).items()
@@ -225,7 +226,7 @@ def choose_matrices(folder: Path, family: str | None = None) -> set[str]:
 def list_tables(folder: Path, family: str | None, tables: str) -> set[str]:
     """Return the tensors of the head ("head") or of it and the embeddings ("all"); UserError for a
     head that is the table of embeddings, unless both are asked for."""
-    from jaxtrain.huggingface.safetensors import SafetensorsFolder
+    from jaxtrain.huggingface.packed import open_folder
     from jaxtrain.models import families
 
     if tables == "none":
@@ -239,7 +240,7 @@ def list_tables(folder: Path, family: str | None, tables: str) -> set[str]:
         for name in entry.op.shapes((config.vocab_size, config.hidden_size))
     }
     if tables == "all":  # a head that is stored again must stay equal to the embeddings
-        names |= config.table_copies.keys() & SafetensorsFolder(folder).tensors.keys()
+        names |= config.table_copies.keys() & open_folder(folder).tensors.keys()
     if not names:
         raise UserError(
             f"quantize: the head of {config.architecture} in {folder} is its table of embeddings;"

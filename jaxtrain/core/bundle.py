@@ -29,10 +29,12 @@ from jaxtrain.distributed.compile_cache import keep_compiled
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process, make_mesh, split_devices
 from jaxtrain.errors import UserError
+from jaxtrain.huggingface.tokenizer import remove_tokens_beyond
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.fp8 import Fp8Product
 from jaxtrain.models import families
 from jaxtrain.models.scores import ScoreHead
+from jaxtrain.text_safety import show
 
 
 @dataclass(frozen=True)
@@ -87,6 +89,13 @@ def build_model_bundle(
         architecture.check_drawn()
     tokenizer = find_tokenizer(config.model)
     architecture, new = grow_tables(config, architecture, tokenizer)
+    removed = remove_tokens_beyond(tokenizer, architecture.vocab_size)
+    if removed and is_main_process():
+        print(
+            f"note: {len(removed)} added tokens of the tokenizer, such as {show(removed[0], 40)},"
+            f" are beyond the model's vocab_size {architecture.vocab_size}; they are read as text",
+            file=sys.stderr,
+        )
     if score is not None:
         architecture = name_padding(architecture, tokenizer)
     architecture = architecture.for_rows(config.data.sequence_len)

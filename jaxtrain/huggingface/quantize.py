@@ -22,7 +22,7 @@ from jaxtrain.huggingface.compressed import (
 from jaxtrain.huggingface.copy import copy_beside, is_float
 from jaxtrain.huggingface.files import read_object, shorten, spell
 from jaxtrain.huggingface.ops import TIED_COPY, SplitPiece, full_index
-from jaxtrain.huggingface.packed import is_packed
+from jaxtrain.huggingface.packed import is_packed, open_folder
 from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, SafetensorsFolder, write_folder
 
 PART_NUMBERS = 1 << 24
@@ -83,7 +83,7 @@ def quantize_folder(
     """
     config = read_object(base / "config.json")
     require_plain(config, base)
-    files, how = SafetensorsFolder(base), SCHEMES[scheme]
+    files, how = open_folder(base), SCHEMES[scheme]
     check_matrices(files, names, group if how.grouped else None)
     plan: dict[str, tuple[tuple[int, ...], np.dtype]] = {}
     for name, stored in files.tensors.items():

@@ -12,6 +12,7 @@ from typing import Any
 
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
+from tokenizers import Tokenizer
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config_checks import check_names
@@ -283,16 +284,30 @@ _KINDS = {
 }
 
 
+def remove_tokens_beyond(tokenizer: Any, rows: int) -> list[str]:
+    """Remove the added tokens with ids from `rows` on, which the model has no embeddings for, and
+    return them: texts that spell them are text. Gemma 3's models of text alone name the token of
+    images so. Nothing is removed if other tokens, bos or eos are beyond."""
+    state = json.loads(tokenizer.backend_tokenizer.to_str())
+    beyond = [token for token in state["added_tokens"] if token["id"] >= rows]
+    needed = {tokenizer.bos_token, tokenizer.eos_token}.intersection(t["content"] for t in beyond)
+    if not beyond or needed or len(tokenizer) - len(beyond) > rows:
+        return []
+    state["added_tokens"] = [token for token in state["added_tokens"] if token not in beyond]
+    tokenizer._tokenizer = Tokenizer.from_str(json.dumps(state))
+    return [token["content"] for token in beyond]
+
+
 def compare_vocabularies(tokenizer: Any, reference: Any) -> str | None:
     """Describe the token ids that differ between two tokenizers, as a part of a sentence; None if
-    all agree."""
+    all agree. Tokens that only the reference has, behind all others, are never asked about."""
     token_of, reference_token_of = (
         {i: token for token, i in table.get_vocab().items()} for table in (tokenizer, reference)
     )
     differs = sorted(
         i
         for i in token_of.keys() | reference_token_of.keys()
-        if token_of.get(i) != reference_token_of.get(i)
+        if token_of.get(i) != reference_token_of.get(i) and i <= max(token_of)
     )
     if not differs:
         return None

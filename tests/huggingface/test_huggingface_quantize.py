@@ -174,6 +174,36 @@ def test_refused(base, tmp_path, capsys, change, options, messages):
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 
+def save_as(base: Path, folder: Path, rename) -> Path:
+    """A copy of a folder with other names of tensors; those that `rename` makes "" are left out."""
+    files = SafetensorsFolder(base)
+    arrays = {rename(n): files.fetch(n, full_index(t.shape)) for n, t in files.tensors.items()}
+    arrays.pop("", None)
+    plan = {n: (a.shape, a.dtype) for n, a in arrays.items()}
+    pieces = (SplitPiece(n, a.shape, full_index(a.shape), a) for n, a in arrays.items())
+    write_folder(folder, plan, pieces)
+    shutil.copy(base / "config.json", folder)
+    return folder
+
+
+def test_names_of_wrapped_models_are_read_and_missing_tensors_are_named(base, tmp_path, capsys):
+    wrapped = save_as(base, tmp_path / "wrapped", lambda name: f"module._orig_mod.{name}")
+    for folder in (base, wrapped):
+        words = ["quantize", str(folder), "--output", str(tmp_path / f"q_{folder.name}")]
+        assert run_verb([*words, "--scheme", "int8"], capsys)[0] == 0
+    first, second = (open_folder(tmp_path / f"q_{path.name}") for path in (base, wrapped))
+    assert first.tensors.keys() == second.tensors.keys()
+    for name, stored in first.tensors.items():
+        index = full_index(stored.shape)
+        np.testing.assert_array_equal(first.fetch(name, index), second.fetch(name, index))
+    cut_off = save_as(base, tmp_path / "cut", lambda n: "" if n == "model.norm.weight" else n)
+    words = [str(cut_off), "--output", str(tmp_path / "out")]
+    code, output = run_verb(["quantize", *words, "--scheme", "int8"], capsys)
+    assert code == 2 and "missing model.norm.weight" in output
+    code, output = run_verb(["export", *words], capsys)
+    assert code == 0 and "missing model.norm.weight" in output and "copied as they are" in output
+
+
 def test_experts_are_refused_in_the_layout_of_torchao(tmp_path, capsys):
     """transformers 5.24 would find none of them and start from random ones."""
     folder = make(tmp_path / "model", RAW["qwen3_moe"])

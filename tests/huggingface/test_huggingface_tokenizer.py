@@ -12,7 +12,11 @@ from jaxtrain.core.architecture import find_tokenizer
 from jaxtrain.data.chat.named_templates import BUILTIN
 from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.tokenizer import find_differences
+from jaxtrain.huggingface.tokenizer import (
+    compare_vocabularies,
+    find_differences,
+    remove_tokens_beyond,
+)
 
 CONFIG = json.loads((BUILTIN / "tokenizer_config.json").read_text())
 TOKENIZER = json.loads((BUILTIN / "tokenizer.json").read_text())
@@ -88,6 +92,22 @@ def test_files_of_wrong_types_are_named(folder, name):
         with pytest.raises(UserError) as actual:
             load_tokenizer(str(folder))
         assert str(folder) in str(actual.value) and len(str(actual.value)) < 1000, content
+
+
+def test_added_tokens_that_the_model_has_no_rows_for_are_text():
+    """Gemma 3's models of text alone have 262,144 rows, and <image_soft_token> as token 262,144."""
+    tokenizer = load_tokenizer("builtin")
+    rows, text = len(tokenizer), "a<image_soft_token>b"
+    plain = tokenizer.encode(text)
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image_soft_token>"]})
+    assert rows in tokenizer.encode(text)
+    assert remove_tokens_beyond(tokenizer, rows + 1) == []
+    assert remove_tokens_beyond(tokenizer, rows - 100) == [], "tokens of the vocabulary, too"
+    assert remove_tokens_beyond(tokenizer, rows) == ["<image_soft_token>"]
+    assert len(tokenizer) == rows and tokenizer.encode(text) == plain
+    assert compare_vocabularies(load_tokenizer("builtin"), tokenizer) is None
+    tokenizer.add_special_tokens({"eos_token": "<other end>"})
+    assert remove_tokens_beyond(tokenizer, rows) == []
 
 
 def test_no_code_of_a_folder_is_run(folder):
