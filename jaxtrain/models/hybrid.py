@@ -5,14 +5,12 @@ The heads that predict further tokens (`mtp.`) are carried along unless they are
 """
 
 import dataclasses
-import json
 from abc import abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields
-from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry, PermutedRows, StackedOps, Transpose
 from jaxtrain.layers.gated_delta import DeltaSizes, GatedDelta
 from jaxtrain.layers.linear import LayerInit
@@ -20,7 +18,7 @@ from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.norm import RMSNorm, ZeroCenteredRMSNorm
 from jaxtrain.models.blocks import AttentionSpec, BlockSpec, MLPSpec
 from jaxtrain.models.decoder import DecoderOptions
-from jaxtrain.models.mtp_form import QWEN, MTPForm
+from jaxtrain.models.mtp_form import QWEN, MTPForm, read_count
 from jaxtrain.models.multimodal import TextConfig
 from jaxtrain.models.naming import layer_entry, linear_entries
 from jaxtrain.models.windows import name_layers
@@ -167,13 +165,7 @@ class HybridConfig(TextConfig):
     @property
     def num_predicted(self) -> int | None:
         counts = dict(self.fixed_attributes) | dict(self.unread_attributes)
-        for key in (QWEN.count_key, "num_nextn_predict_layers"):
-            count = json.loads(counts.get(key, "null"))
-            if count is not None and type(count) is not int:
-                raise UserError(f"config.json: {key} is {describe(count)}, not a number of heads")
-            if count is not None:
-                return count
-        return None
+        return read_count(counts, QWEN.count_key, "num_nextn_predict_layers")
 
     def inner_config(self, tensors: Collection[str]) -> Self:
         return dataclasses.replace(

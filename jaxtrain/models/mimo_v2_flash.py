@@ -1,16 +1,17 @@
 """MiMo-V2-Flash (Xiaomi 2026): DeepSeek-V3's experts behind attention whose values have fewer dims
 than keys, in most layers with a window, sinks and twice the heads of keys.
 
-The heads that predict further tokens are carried along."""
+The first of the heads that predict further tokens can be trained; all others are carried along."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.models.blocks import AttentionSpec, BlockSpec, SpecDecoder, spec_names
 from jaxtrain.models.experts import GroupedExpertsConfig, list_experts
+from jaxtrain.models.mtp_form import MIMO, MTPForm
 from jaxtrain.models.windows import FULL, SLIDING, windowed_layers
 
 LISTS = {
@@ -44,8 +45,6 @@ class Config(GroupedExpertsConfig):
         "add_full_attention_sink_bias": (False,),
         "attention_projection_layout": ("split",),
     }
-    carries: ClassVar[tuple[str, ...]] = ("model.mtp.",)  # pyright: ignore[reportIncompatibleVariableOverride]
-    goes_stale: ClassVar[tuple[str, ...]] = carries  # pyright: ignore[reportIncompatibleVariableOverride]
 
     v_head_dim: int
     attention_value_scale: float | None = None
@@ -55,6 +54,28 @@ class Config(GroupedExpertsConfig):
     sliding_window: int
     layer_types: tuple[str, ...]
     mlp_layer_types: tuple[str, ...]
+
+    @property
+    def carries(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ("model.mtp.",) if self.mtp is None else self.mtp.others
+
+    @property
+    def mtp_form(self) -> MTPForm:
+        return MIMO
+
+    @property
+    def num_predicted(self) -> int | None:
+        """No key states the number of heads."""
+        return None
+
+    def count_heads(self) -> dict[str, Any]:
+        return {}
+
+    def inner_config(self, tensors: Collection[str]) -> Self:
+        """The head's block is a layer with a window and a dense MLP."""
+        return dataclasses.replace(
+            self, num_hidden_layers=1, layer_types=(SLIDING,), mlp_layer_types=("dense",)
+        )
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:

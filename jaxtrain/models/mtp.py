@@ -56,6 +56,8 @@ class MTPHead:
     """True if the folder has no head, so that it is initialized at random."""
     copies: tuple[tuple[str, str], ...] = ()
     """(tensor, parameter) of the folder's copies of the embedding and the head."""
+    others: tuple[str, ...] = ()
+    """Beginnings of the names of the folder's further heads, which are carried along."""
 
     def build(
         self, config: DecoderConfig, options: DecoderOptions, rngs: nnx.Rngs
@@ -161,7 +163,14 @@ def with_head(
         for name, param in form.copies
         if form.root + name in names
     )
-    head = MTPHead(form, config.inner_config(names), drawn and tensors is not None, copies)
+    beginnings = {
+        form.further + name.removeprefix(form.further).split(".")[0] + "."
+        for name in names
+        if form.further and name.startswith(form.further)
+    }
+    others = tuple(sorted(beginnings - {form.root}))
+    inner, drawn = config.inner_config(names), drawn and tensors is not None
+    head = MTPHead(form, inner, drawn, copies, others)
     return dataclasses.replace(config, mtp=head, **config.count_heads())
 
 

@@ -64,6 +64,9 @@ def predictor_names(config: DecoderConfig) -> list[ParameterEntry]:
 
     def rename(name: str) -> str:
         _, _, number, ending = name.split(".", 3)
+        for module, renamed in form.renamed:
+            if ending.startswith(module):
+                ending = renamed + ending.removeprefix(module)
         return form.block.format(n=number) + ending
 
     blocks = [entry for entry in family(inner).names(inner) if entry.param.startswith("stack.")]

@@ -1,7 +1,10 @@
 """Nemotron-H (NVIDIA 2025, arXiv:2504.03624) and Nemotron 3: Mamba-2, attention, MLPs and experts
-in any order, one of them a layer; no position encoding."""
+in any order, one of them a layer; no position encoding.
+
+The head that predicts a further token (`mtp.`) is carried along unless it is trained."""
 
 import dataclasses
+import json
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Self
 
@@ -24,11 +27,13 @@ from jaxtrain.layers.router import Router, RoutingOptions
 from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.mamba import mamba_names, read_dt_limit
+from jaxtrain.models.mtp_form import MTPForm, nemotron_form, read_count
 from jaxtrain.models.naming import (
     CHOICE_BIAS,
     expert_names,
     layer_entry,
     linear_entries,
+    predictor_names,
     score_paths,
     with_prefix,
 )
@@ -63,8 +68,6 @@ class Config(DecoderConfig):
         "rms_norm_eps": "layer_norm_epsilon",
     }
     norm: ClassVar[type[RMSNorm]] = PreciseRMSNorm
-    carries: ClassVar[tuple[str, ...]] = ("mtp.",)
-    goes_stale: ClassVar[tuple[str, ...]] = ("mtp.",)
 
     layers_block_type: tuple[str, ...]
     """Of KINDS."""
@@ -88,6 +91,47 @@ class Config(DecoderConfig):
     prefix: str = "backbone."
     """Of all tensors but the head's."""
 
+    @property
+    def carries(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return ("mtp.",) if self.mtp is None else ()
+
+    @property
+    def goes_stale(self) -> tuple[str, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self.carries
+
+    @property
+    def head_kinds(self) -> tuple[str, ...]:
+        """Blocks of the multi-token prediction head, by the values of KINDS."""
+        stated = dict(self.fixed_attributes)
+        names = ("mtp_hybrid_override_pattern", "mtp_layers_block_type")
+        raw = {name: json.loads(stated[name]) for name in names if name in stated}
+        kinds = read_kinds(raw, "mtp_") or ["attention", "moe"]
+        if "mamba" in (types := tuple(KINDS[kind] for kind in kinds)):
+            raise UserError(
+                f"config.json: {' and '.join(raw)} of a multi-token prediction head must name"
+                ' attention, experts or MLPs, such as "*E"; Mamba-2 is not computed there'
+            )
+        return types
+
+    @property
+    def mtp_form(self) -> MTPForm:
+        return nemotron_form(len(self.head_kinds))
+
+    @property
+    def num_predicted(self) -> int | None:
+        return read_count(dict(self.fixed_attributes), "num_nextn_predict_layers")
+
+    def inner_config(self, tensors: Collection[str]) -> Self:
+        kinds = self.head_kinds
+        return dataclasses.replace(self, layers_block_type=kinds, num_hidden_layers=len(kinds))
+
+    def count_heads(self) -> dict[str, Any]:
+        """vLLM reads the blocks from the pattern alone."""
+        stated = dict(self.fixed_attributes)
+        pattern = json.dumps(spell_kinds(self.head_kinds))
+        stated |= {"num_nextn_predict_layers": "1", "mtp_hybrid_override_pattern": pattern}
+        return {"fixed_attributes": tuple(sorted(stated.items()))}
+
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         raw = dict(raw)
@@ -106,8 +150,7 @@ class Config(DecoderConfig):
     def to_hf(self) -> dict[str, Any]:
         raw = super().to_hf()
         # The one spelling that transformers, vLLM and the code in old folders all read.
-        letters = {kind: letter for letter, kind in LETTERS.items()}
-        raw["hybrid_override_pattern"] = "".join(letters[k] for k in raw.pop("layers_block_type"))
+        raw["hybrid_override_pattern"] = spell_kinds(raw.pop("layers_block_type"))
         return raw
 
     def fit(self, tensors: Collection[str]) -> Self:
@@ -164,17 +207,24 @@ class Config(DecoderConfig):
         return (self.num_experts_per_tok, self.n_routed_experts) if has_experts else None
 
 
-def read_kinds(raw: dict[str, Any]) -> list[str] | None:
+def spell_kinds(kinds: Collection[str]) -> str:
+    """Return a letter of LETTERS for each layer."""
+    letters = {kind: letter for letter, kind in LETTERS.items()}
+    return "".join(letters[kind] for kind in kinds)
+
+
+def read_kinds(raw: dict[str, Any], prefix: str = "") -> list[str] | None:
     """The layers that a config.json names, by a list or by a pattern of letters, which is taken out
-    of `raw`; None: by neither."""
-    pattern, listed = raw.pop("hybrid_override_pattern", None), raw.get("layers_block_type")
+    of `raw`; None: by neither. prefix: of both keys."""
+    key, list_key = f"{prefix}hybrid_override_pattern", f"{prefix}layers_block_type"
+    pattern, listed = raw.pop(key, None), raw.get(list_key)
     if pattern is None and listed is None:
         return None
     if listed is None:
         listed = [LETTERS.get(letter) for letter in pattern] if isinstance(pattern, str) else None
-        key, value, allowed = "hybrid_override_pattern", pattern, " ".join(LETTERS)
+        value, allowed = pattern, " ".join(LETTERS)
     else:
-        key, value, allowed = "layers_block_type", listed, ", ".join(KINDS)
+        key, value, allowed = list_key, listed, ", ".join(KINDS)
     if not isinstance(listed, list) or not listed or not all(kind in KINDS for kind in listed):
         raise UserError(
             f"config.json: {key} is {describe(value)}; it must name each layer by one of {allowed}"
@@ -269,4 +319,4 @@ def names(config: Config) -> list[ParameterEntry]:
                 linears |= {"latent_in": "fc1_latent_proj", "latent_out": "fc2_latent_proj"}
         for part, module in linears.items():
             entries += linear_entries(kind, layers, f"layer.{part}", f"mixer.{module}")
-    return with_prefix(entries, config.prefix)
+    return with_prefix(entries, config.prefix) + predictor_names(config)

@@ -20,6 +20,7 @@ from jaxtrain.models import build, families, saving
 from jaxtrain.models.mtp import HeadDraft, with_head
 
 sys.path.append(str(Path(__file__).parents[1] / "models"))
+from families_added import FAMILIES as ADDED
 from tiny_models import RAW, SIZES
 
 HYBRID = {
@@ -32,9 +33,29 @@ HYBRID = {
 }
 
 
+NEMOTRON = {**SIZES, **RAW["nemotron_h_moe"], "vocab_size": 61, "initializer_range": 0.3}
+MIMO = {
+    key: value
+    for key, value in {**SIZES, **ADDED["mimo_v2_flash"], "vocab_size": 61}.items()
+    if value is not None
+}
+
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(HYBRID, id="qwen3_5"),
+        pytest.param(NEMOTRON, id="nemotron_h", marks=pytest.mark.thorough),
+        pytest.param(MIMO, id="mimo_v2_flash", marks=pytest.mark.thorough),
+    ],
+)
+def raw(request):
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def model():
-    return build.init(with_head(families.config_from_hf(HYBRID), None), 0)
+def model(raw):
+    return build.init(with_head(families.config_from_hf(raw), None), 0)
 
 
 def flat_batch(tokens):
@@ -45,10 +66,10 @@ def flat_batch(tokens):
 
 
 @pytest.mark.slow
-def test_guesses_are_those_of_the_training_pass(model):
+def test_guesses_are_those_of_the_training_pass(model, raw):
     """Rows of 7, 4 and no tokens, read in two parts; the first guess is the likeliest token by the
     pair of the drawn one."""
-    draft = HeadDraft(model.mtp, 2)
+    draft = HeadDraft(model.mtp, raw["num_hidden_layers"])
     rng = np.random.default_rng(0)
     texts = rng.integers(4, 61, (3, 8)).astype(np.int32)
     counts = np.array([7, 4, 0], np.int32)
@@ -67,9 +88,9 @@ def test_guesses_are_those_of_the_training_pass(model):
         assert guesses[row, 0] == int(model.logits(pairs)[0, -1].argmax())
 
 
-def test_newer_weights_bring_their_head(model):
-    draft = unstack(HeadDraft(model.mtp, 2))
-    newer = build.init(with_head(families.config_from_hf(HYBRID), None), 1)
+def test_newer_weights_bring_their_head(model, raw):
+    draft = unstack(HeadDraft(model.mtp, raw["num_hidden_layers"]))
+    newer = build.init(with_head(families.config_from_hf(raw), None), 1)
     renewed = renew_draft(draft, newer)
     assert jax.tree.structure(renewed) == jax.tree.structure(draft), "compiled programs serve"
     kernel = np.asarray(renewed.head.fc.kernel[...])
@@ -80,13 +101,13 @@ def test_newer_weights_bring_their_head(model):
 
 
 @pytest.mark.thorough
-def test_answers_are_those_of_plain_decoding(model):
+def test_answers_are_those_of_plain_decoding(model, raw):
     """Greedy and sampled rows, filled again, with a recurrent layer that reads accepted tokens
     again."""
     rng = np.random.default_rng(0)
     prompts = [[10 + i, *rng.integers(4, 61, n - 1).tolist()] for i, n in enumerate(LENGTHS)]
     plain = ask(open_sampler(model), prompts)
-    sampler = open_sampler(DraftedModel(model, HeadDraft(model.mtp, 2)))
+    sampler = open_sampler(DraftedModel(model, HeadDraft(model.mtp, raw["num_hidden_layers"])))
     check_same(ask(sampler, prompts), plain)
     assert sampler.acceptance.cycles > len(KINDS)
 
