@@ -8,25 +8,18 @@ import os
 import sys
 import time
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.arguments import Parser, add_model, expand_path
 from jaxtrain.errors import UserError
-from jaxtrain.safe_io import parse_json, read_text
 from jaxtrain.text_safety import escape_control_chars
 
 if TYPE_CHECKING:
     from jaxtrain.cli.answer_file import AnswerFile
     from jaxtrain.cli.play import AnswerWriter
-    from jaxtrain.config import DatasetConfig
     from jaxtrain.generation.engine import Completion
     from jaxtrain.generation.episodes import Episode
     from jaxtrain.runs.progress import Progress
-
-
-MAX_INPUT = 2**29
-"""Bytes of a file of prompts."""
 
 
 def run_generate(argv: list[str]) -> None:
@@ -63,6 +56,11 @@ def run_generate(argv: list[str]) -> None:
     parser.add_argument(
         "--overwrite", action="store_true", help="replace the file --output if it is there"
     )
+    parser.add_argument(
+        "--drop-malformed",
+        action="store_true",
+        help="leave out rows of --input that hold no prompt, and say how many",
+    )
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
     parser.add_argument(
         "--ids",
@@ -95,6 +93,7 @@ def run_generate(argv: list[str]) -> None:
 def generate_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
     from jaxtrain.cli.answer_file import AnswerFile
+    from jaxtrain.cli.generate_rows import leave_out_malformed, list_rows, read_request
     from jaxtrain.cli.play import ENV_KEYS
     from jaxtrain.cli.prompt_images import holds_images, open_readers
     from jaxtrain.distributed.compile_cache import CompileCounter
@@ -116,6 +115,8 @@ def generate_command(args: argparse.Namespace) -> None:
         raise UserError("generate: --servers takes neither --env nor --draft")
     if args.messages and (args.raw or args.ids or args.env or not args.output):
         raise UserError("generate: --messages is for conversations that go into --output")
+    if args.drop_malformed and (args.env or not args.input):
+        raise UserError("generate: --drop-malformed is for rows of --input, without --env")
     if args.shard_rows is not None and (args.shard_rows < 1 or args.env or not args.output):
         raise UserError("generate: --shard-rows is at least 1, for an --output without --env")
     words = [word for word in args.overrides if word.startswith("dataset.")]
@@ -124,6 +125,8 @@ def generate_command(args: argparse.Namespace) -> None:
     if args.output and args.env:
         require_writable(args.output, args.overwrite)
     read = partial(read_request, args=args, dataset=dataset)
+    if args.drop_malformed:
+        rows = leave_out_malformed(rows, read, dataset)
     # Images have the format of the model; what is wrong with texts is found before it is loaded.
     pictured = [not args.env and holds_images(row, dataset) for row, _ in rows]
     requests = [
@@ -226,10 +229,10 @@ def answer_requests(
         text = writer.decode(answer)
         if args.messages:
             prompt, images = requests[index]["prompt"], requests[index]["images"]
-            taken = {}
+            taken = dict.fromkeys(requests[index]["replaced"])
             if placed[index] is not None:
                 prompt = images.to_parts(prompt, write_image)
-                taken = {name: None for name in IMAGES if name in requests[index]["row"]}
+                taken |= {name: None for name in IMAGES if name in requests[index]["row"]}
             return {**taken, "messages": [*prompt, {"role": "assistant", "content": text}]}
         return {"completion": text}
 
@@ -320,136 +323,6 @@ def describe_episode(episode: Episode) -> tuple[dict[str, Any], str]:
         )
     other_members = {"others": summaries[1:]} if episode.others else {}
     return {**summaries[0], **other_members}, "\n".join(lines) + "\n"
-
-
-def list_rows(
-    args: argparse.Namespace, words: list[str]
-) -> tuple[list[tuple[dict[str, Any], str]], DatasetConfig | None]:
-    """Rows of --prompt and --input in order, and where each stands (none: a conversation), and the
-    dataset that --input and `words`, dataset.key=value, name."""
-    dataset = None
-    if args.ids:
-        rows = [parse_line(text, f"--prompt {text!r:.60}") for text in args.prompt]
-    else:
-        rows = [({"prompt": text}, f"--prompt {text!r}") for text in args.prompt]
-    if args.image:
-        if len(rows) != 1 or args.raw or args.ids:
-            raise UserError(
-                "generate: --image is for one --prompt, without --raw and --ids; rows of --input"
-                " name their images"
-            )
-        rows[0][0]["images"] = [os.path.abspath(path) for path in args.image]
-    if words and not args.input:
-        raise UserError(f"generate: {words[0].partition('=')[0]} has no effect without --input")
-    if args.input and (words or Path(args.input).suffix != ".jsonl" or "://" in args.input):
-        from jaxtrain.cli.processes import read_dataset
-
-        dataset = read_dataset(args.input, words)
-        rows += read_rows(dataset)
-    elif args.input:
-        rows += read_lines(Path(args.input))
-    if not rows and (args.output or args.raw or args.ids):
-        raise UserError("generate: --raw, --ids and --output need --prompt or --input")
-    return rows, dataset
-
-
-def read_rows(dataset: DatasetConfig) -> list[tuple[dict[str, Any], str]]:
-    """The rows of a dataset with where each stands; UserError for one that cannot be read."""
-    from jaxtrain.data.chat.messages import MalformedRow, check_readable
-    from jaxtrain.data.sources.dataset import open_rows
-
-    if dataset.streaming:
-        raise UserError("generate: dataset.streaming true is not for prompts; remove it")
-    source = open_rows(dataset)
-    rows = [(source[index], source.origin(index)) for index in range(len(source))]
-    for row, origin in rows:
-        try:
-            check_readable(row)
-        except MalformedRow as error:
-            raise UserError(error.describe(origin)) from None
-    return rows
-
-
-def read_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
-    """The rows of a jsonl file with where each stands."""
-    try:
-        text = read_text(path, MAX_INPUT)
-    except FileNotFoundError:
-        raise UserError(f"--input {path}: no such file") from None
-    except OSError as error:
-        raise UserError(f"--input {path} cannot be read: {error.strerror}") from None
-    except ValueError as error:
-        raise UserError(f"--input {path} {error}") from None
-    rows = []
-    for number, line in enumerate(text.split("\n"), 1):
-        if not line.strip():
-            continue
-        rows.append(parse_line(line, f"{path} line {number}"))
-    if not rows:
-        raise UserError(f"--input {path} is empty")
-    return rows
-
-
-def parse_line(line: str, origin: str) -> tuple[dict[str, Any], str]:
-    """(row, origin) of a line of JSON; a list stands for its prompt_ids."""
-    try:
-        row = parse_json(line)
-    except ValueError as error:
-        raise UserError(f"{origin} is not valid JSON: {error}") from None
-    if isinstance(row, list):
-        row = {"prompt_ids": row}
-    if not isinstance(row, dict):
-        raise UserError(f"{origin} must be an object with prompt, messages or prompt_ids")
-    return row, origin
-
-
-def read_request(
-    row: dict[str, Any],
-    origin: str,
-    args: argparse.Namespace,
-    dataset: DatasetConfig | None,
-    images: Any = None,
-) -> dict[str, Any]:
-    """Read one prompt: ids, text for --raw, else messages that end before the assistant speaks.
-    images: reader of its images; None refuses them."""
-    from jaxtrain.cli.prompt_input import read_raw_prompt
-    from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow
-    from jaxtrain.data.chat.rows import Row, read_prompt
-    from jaxtrain.data.chat.tokenize import open_row_images
-    from jaxtrain.data.images.markers import show_pictures
-
-    request = {"row": row, "origin": origin}
-    if args.ids:
-        if not isinstance(row.get("prompt_ids"), list):
-            raise UserError(f"{origin}: --ids needs a list of token ids in the key prompt_ids")
-        return {**request, "prompt": row["prompt_ids"], "shown": f"{origin}: prompt_ids"}
-    try:
-        columns = Row(row, **dataset.reading) if dataset else Row(row)
-        columns.images = open_row_images(images, origin)
-        if args.raw:
-            text = read_raw_prompt(columns)
-            return {**request, "prompt": text, "shown": text}
-        prompt = read_prompt(columns)
-    except MalformedRow as error:
-        raise UserError(error.describe(origin)) from None
-    if prompt is None:
-        raise UserError(
-            f"{origin}: needs messages (a list of role and content) or prompt (a text); found keys"
-            f" {', '.join(row) or 'none'}"
-        )
-    messages = prompt.messages
-    keywords = {**(dataset.chat_template_kwargs if dataset else {})}
-    keywords |= prompt.chat_template_kwargs or {}
-    if args.system and messages[0]["role"] not in SYSTEM_ROLES:
-        messages = [{"role": "system", "content": args.system}, *messages]
-    return {
-        **request,
-        "prompt": messages,
-        "tools": prompt.tools,
-        "chat_template_kwargs": keywords or None,
-        "shown": show_pictures(messages[-1]["content"]),
-        "images": prompt.images,
-    }
 
 
 def converse(writer: AnswerWriter, system: str | None, env: bool) -> None:
