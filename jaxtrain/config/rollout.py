@@ -137,7 +137,7 @@ class RolloutConfig(Section):
 SGLANG_KEYS = {
     *("servers", "discover", "adapter_dir", "keep_adapters", "weight_dtype", "concurrency"),
     *("request_seconds", "retries", "health_seconds", "wait_seconds", "drain_seconds"),
-    *("progress_seconds", "sync_seconds", "generation_kwargs"),
+    *("progress_seconds", "sync_seconds", "generation_kwargs", "adapter_transport"),
 }
 """Keys of section rollout.vllm that engine sglang reads."""
 

@@ -78,7 +78,8 @@ class VllmConfig(Section):
     adapter_transport: Annotated[Literal["auto", "disk", "http"], RESUMABLE] = "auto"
     """lora: how servers get an adapter. disk: they see adapter_dir under the same path. http: it is
     sent to each, which keeps it in a folder of its own (serve with VLLM_API_KEY). auto: a server
-    that does not see the folder is sent it."""
+    that does not see the folder is sent it. Engine sglang: http sends all tensors, else they are
+    read from adapter_dir."""
     keep_adapters: int = Field(2, ge=2, le=1024)
     """lora: versions that stay on disk and loaded. Two, so that answers under way can end."""
     concurrency: Annotated[int, RESUMABLE] = Field(128, ge=1, le=ITEMS)

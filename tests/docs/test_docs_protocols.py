@@ -19,7 +19,7 @@ METHOD = "GET|POST|PUT|DELETE"
 ASKS = [
     *(ROOT / "jaxtrain" / "generation" / "vllm").glob("*.py"),
     *(ROOT / "jaxtrain" / "generation" / "weight_sync").glob("*.py"),
-    ROOT / "jaxtrain" / "generation" / "sglang" / "factory.py",
+    *(ROOT / "jaxtrain" / "generation" / "sglang").glob("*.py"),
     ROOT / "jaxtrain" / "generation" / "frozen_policy.py",
     ROOT / "jaxtrain" / "environments" / "rewards" / "vllm_reward.py",
 ]

@@ -4,7 +4,10 @@ It draws 100 + i at place i of a row, STOP at the place `length`, log-prob -0.5 
 weights ends the requests under way (finish_reason abort), as abort_all_requests says.
 """
 
+import base64
+import io
 import json
+import pickle
 import threading
 import time
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -12,11 +15,20 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 STOP = 3
 
 
+class Unpickler(pickle.Unpickler):
+    """SGLang's: modules of a list, and of the builtins next to nothing."""
+
+    def find_class(self, module, name):
+        assert module in ("torch", "functools"), f"SGLang refuses {module}.{name}"
+        return super().find_class(module, name)
+
+
 class FakeSglang:
     def __init__(self):
         self.asked, self.log, self.script = [], [], []
         self.version, self.success, self.length = "default", True, 6
         self.updates, self.hold_at, self.held = 0, None, 0
+        self.ranks, self.tensors = 1, []
         """hold_at: with so many updates, draw two tokens and no more until the next one. held:
         requests that have come to this."""
         fake = self
@@ -26,6 +38,8 @@ class FakeSglang:
                 if self.path == "/get_model_info":
                     info = {"model_path": "base", "is_generation": True}
                     return self.reply(200, {**info, "weight_version": fake.version})
+                if self.path == "/get_server_info":
+                    return self.reply(200, {"tp_size": fake.ranks})
                 if self.path == "/v1/models":
                     entry = {"id": "base", "root": "base", "parent": None, "max_model_len": 512}
                     return self.reply(200, {"object": "list", "data": [entry]})
@@ -33,10 +47,15 @@ class FakeSglang:
 
             def do_POST(self):
                 body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                if self.path == "/update_weights_from_disk":
+                if self.path.startswith("/update_weights_from_"):
                     fake.log.append(body)
                     fake.updates += 1
-                    fake.version = body["weight_version"] if fake.success else fake.version
+                    if fake.success:
+                        fake.version = body.get("weight_version", fake.version)
+                    if parts := body.pop("serialized_named_tensors", None):
+                        assert len(set(parts)) == 1 and len(parts) == fake.ranks
+                        raw = io.BytesIO(base64.b64decode(parts[0], validate=True))
+                        fake.tensors += Unpickler(raw).load()
                     message = "Succeeded to update model weights." if fake.success else "no folder"
                     status = 200 if fake.success else 400
                     return self.reply(status, {"success": fake.success, "message": message})

@@ -14,7 +14,7 @@ from test_generation_vllm import ask
 from jaxtrain.config import SamplingConfig, validate_config
 from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.weights import open_params
-from jaxtrain.errors import UserError
+from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engines import find_engine
 from jaxtrain.generation.sglang.factory import FOLDER
 from jaxtrain.generation.vllm.messages import (
@@ -174,6 +174,39 @@ def test_an_update_cuts_answers_which_go_on_and_failures_are_asked_again(trained
     publisher.publish(2, params, None)
     assert any("did not read" in line and "no folder" in line for line in output), output
     assert ask(engine, 2, DRAW)[0].versions == [2] * 6
+
+
+@pytest.mark.slow
+def test_tensors_are_sent_to_every_rank(trained, monkeypatch):
+    """Read by torch under the rules of SGLang's unpickler, they are those of the written folder."""
+    folder, bundle, params = trained
+    fake = FakeSglang()
+    fake.ranks = 2
+    monkeypatch.setattr("jaxtrain.generation.sglang.tensors.MOST_BYTES", 2**14)
+    config = make_config(folder, [fake], vllm={"adapter_transport": "http"})
+    engine, publisher = find_engine(config).open(config, bundle, lambda text: None)
+    try:
+        publisher.publish(0, params, None)
+        assert ask(engine, 1, DRAW)[0].versions == [0] * 4
+        assert len(fake.log) > 2 and all(body["abort_all_requests"] for body in fake.log)
+        name = f"jaxtrain-{engine.servers.session}-0"
+        versions = [body.get("weight_version") for body in fake.log]
+        assert versions == [None] * (len(versions) - 1) + [name]
+        assert [body["flush_cache"] for body in fake.log] == [v is not None for v in versions]
+        written = SafetensorsFolder(folder / "run" / FOLDER / name)
+        assert [key for key, _ in fake.tensors] == list(written.tensors)
+        for key, tensor in fake.tensors:
+            stored = written.tensors[key]
+            expected = written.fetch(key, full_index(stored.shape))
+            assert str(tensor.dtype) == f"torch.{expected.dtype.name}"
+            np.testing.assert_array_equal(tensor.float().numpy(), expected.astype(np.float32))
+        fake.success = False
+        with pytest.raises(RunStopped, match="did not take the tensors: no folder; it must serve"):
+            publisher.publish(1, params, None)
+        assert fake.version == name
+    finally:
+        publisher.close()
+        fake.close()
 
 
 def test_what_cannot_be_is_refused(tmp_path, trained):

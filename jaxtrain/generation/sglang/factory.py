@@ -1,6 +1,7 @@
 """SGLang servers as the engine of a run, over their HTTP API.
 
     trainer   writes RUN/weights/NAME ──> every server reads it: /update_weights_from_disk
+                                      or gets its tensors: /update_weights_from_tensor
     requests  /generate with input_ids ──> tokens and log-probs of meta_info
 
 The table of servers, their watchers, retries and the order of a publish are those of vLLM's. New
@@ -10,9 +11,10 @@ scripted server by the documented protocol (docs.sglang.io, "Native APIs"), on n
 
 import math
 import os
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from typing_extensions import override
@@ -24,6 +26,7 @@ from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.errors import RunStopped, UserError
 from jaxtrain.generation.engine import Engine, EngineKind
 from jaxtrain.generation.publisher import Publisher
+from jaxtrain.generation.sglang.tensors import read_requests
 from jaxtrain.generation.vllm.control import Deadline, ServerRefused, call
 from jaxtrain.generation.vllm.engine import VllmEngine
 from jaxtrain.generation.vllm.factory import list_published, note_head, open_gather
@@ -36,12 +39,16 @@ from jaxtrain.generation.vllm.sources import open_sources
 from jaxtrain.generation.weight_sync.device_layout import list_pieces
 from jaxtrain.generation.weight_sync.publish_lora import LoraPublisher
 from jaxtrain.generation.weight_sync.shared_publisher import SharedPublisher
-from jaxtrain.huggingface.safetensors import write_folder
+from jaxtrain.huggingface.safetensors import SafetensorsFolder, write_folder
 from jaxtrain.models.parameters import Params
 from jaxtrain.models.saving import wide_tensors, write_config
 
 FOLDER = "weights"
 """Folder of a run with the versions that servers read."""
+
+
+ABORT = {"abort_all_requests": True}
+"""What was drawn by the old weights is returned, and continued by the new ones."""
 
 
 class SglangKind(EngineKind):
@@ -123,45 +130,93 @@ class SglangServers(Servers):
     inspector_kind = SglangInspector
 
 
-class DiskPublisher(LoraPublisher):
-    """`publisher.Publisher` by folders of all weights, which the servers read."""
+@contextmanager
+def explain(server: VllmServer, act: str, hint: str) -> Iterator[None]:
+    """Turn refusals of new weights into errors that say what to do."""
+    try:
+        yield
+    except ServerRefused as error:
+        if error.status == 404:
+            raise UserError(
+                f"{server.url} has no such route for new weights ({error.message});"
+                " rollout.engine sglang needs a server of SGLang that has it"
+            ) from None
+        if error.status != 400:
+            raise
+        reason = error.message
+    except RefusedWeights as error:
+        reason = str(error)
+    else:
+        return
+    raise RunStopped(f"{server.url} did not {act}: {reason}; {hint}")
+
+
+class RefusedWeights(Exception):
+    """A server's reason for keeping its old weights."""
+
+
+def check(answer: Any) -> None:
+    """Raise RefusedWeights unless an answer says that the weights were taken."""
+    if not isinstance(answer, dict) or answer.get("success") is not True:
+        raise RefusedWeights(answer.get("message") if isinstance(answer, dict) else answer)
+
+
+def mark_last(items: Iterable[str]) -> Iterator[tuple[str, bool]]:
+    """Yield each item and True for the last one."""
+    iterator = iter(items)
+    item = next(iterator)
+    for following in iterator:
+        yield item, False
+        item = following
+    yield item, True
+
+
+class WholePublisher(LoraPublisher):
+    """`publisher.Publisher` by folders of all weights, which servers read or are sent."""
 
     @override
     def _load(self, server: VllmServer, name: str, deadline: Deadline) -> None:
-        body = {
-            "model_path": str(self.folder / name),
-            "weight_version": name,
-            "abort_all_requests": True,
-            "flush_cache": True,
-        }
         server.updating = True  # it gets no requests that would be cut at once
         try:
-            answer = server.call("POST", "/update_weights_from_disk", body, timeout=deadline.left())
-        except ServerRefused as error:
-            if error.status == 400:
-                answer = {"success": False, "message": error.message}
-            elif error.status == 404:
-                raise UserError(
-                    f"{server.url} has no /update_weights_from_disk; rollout.engine sglang needs a"
-                    " server of SGLang that has it"
-                ) from None
-            else:
-                raise
+            if self.servers.config.adapter_transport == "http":
+                self._send_tensors(server, name, deadline)
+                return
+            path = str(self.folder / name)
+            body = {"model_path": path, "weight_version": name, **ABORT, "flush_cache": True}
+            with explain(
+                server,
+                f"read {path}",
+                "the folder must be there under the same path, see rollout.vllm.adapter_dir; or set"
+                " rollout.vllm.adapter_transport to http",
+            ):
+                limit = deadline.left()
+                check(server.call("POST", "/update_weights_from_disk", body, timeout=limit))
         finally:
             server.updating = False
-        if not isinstance(answer, dict) or answer.get("success") is not True:
-            reason = answer.get("message") if isinstance(answer, dict) else answer
-            raise RunStopped(
-                f"{server.url} did not read {body['model_path']}: {reason}; the folder must be"
-                " there under the same path, see rollout.vllm.adapter_dir"
+
+    def _send_tensors(self, server: VllmServer, name: str, deadline: Deadline) -> None:
+        """Send all tensors of a version. The last request alone names the version, so that a server
+        with a part of them has none."""
+        info = server.call("GET", "/get_server_info", timeout=deadline.left(self.step_seconds))
+        ranks = info.get("tp_size") if isinstance(info, dict) else None
+        if not isinstance(ranks, int) or ranks < 1:
+            raise UserError(
+                f"{server.url}/get_server_info names no tp_size; is it an SGLang server?"
             )
+        with explain(server, "take the tensors", "it must serve the model of this run"):
+            for text, is_last in mark_last(read_requests(SafetensorsFolder(self.folder / name))):
+                # Every rank reads all tensors, and takes its part of them.
+                body = {"serialized_named_tensors": [text] * ranks, "flush_cache": is_last, **ABORT}
+                body |= {"weight_version": name} if is_last else {}
+                limit = deadline.left()
+                check(server.call("POST", "/update_weights_from_tensor", body, timeout=limit))
 
     @override
     def _unload(self, server: VllmServer, name: str) -> bool:
-        return True  # it has read the folder
+        return True  # it has a copy
 
 
-def open_publisher(servers: Servers, config: Config, bundle: ModelBundle) -> DiskPublisher:
+def open_publisher(servers: Servers, config: Config, bundle: ModelBundle) -> WholePublisher:
     """Return the publisher of all weights in rollout.vllm.weight_dtype."""
     note_head(bundle, servers.log)
     entries, dtype = list_published(bundle), config.rollout.vllm.weight_dtype
@@ -180,4 +235,4 @@ def open_publisher(servers: Servers, config: Config, bundle: ModelBundle) -> Dis
 
     folder = Path(config.rollout.vllm.adapter_dir or Path(config.run.output_dir) / FOLDER)
     run = os.path.abspath(config.run.output_dir)
-    return DiskPublisher(servers, folder, run, write, lambda params: size)
+    return WholePublisher(servers, folder, run, write, lambda params: size)
