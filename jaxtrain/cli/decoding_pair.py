@@ -1,8 +1,9 @@
 """Plain and drafted decoding of the same prompts, timed in turns: the work of `speculate`."""
 
+import contextlib
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.local.draft_model import open_draft
 from jaxtrain.generation.local.requests import Request
-from jaxtrain.generation.local.sampler import LocalSampler
+from jaxtrain.generation.local.sampler import READING, LocalSampler
 from jaxtrain.generation.local.slots import unstack
 from jaxtrain.generation.local.speculation import DraftedModel
 
@@ -30,6 +31,10 @@ class Timing:
     plain: list[float] = field(default_factory=list)
     """Seconds of each pass, prompts included."""
     drafted: list[float] = field(default_factory=list)
+    plain_decoding: list[float] = field(default_factory=list)
+    """Seconds of each pass without those that prompts and first tokens took."""
+    drafted_decoding: list[float] = field(default_factory=list)
+    answers: int = 0
     tokens: int = 0
     """Of the answers of one pass."""
     different: int = 0
@@ -40,14 +45,23 @@ class Timing:
     def table(self) -> dict[str, Any]:
         """For JSON."""
         plain, drafted = statistics.median(self.plain), statistics.median(self.drafted)
+        plain_decoding = statistics.median(self.plain_decoding)
+        drafted_decoding = statistics.median(self.drafted_decoding)
+        # The first token of an answer comes from reading its prompt.
+        decoded = self.tokens - self.answers
         return {
             "rows": self.rows,
             "tokens": self.tokens,
+            "plain_decoding_tokens_per_second": decoded / plain_decoding,
+            "drafted_decoding_tokens_per_second": decoded / drafted_decoding,
+            "decoding_speedup": plain_decoding / drafted_decoding,
             "plain_tokens_per_second": self.tokens / plain,
             "drafted_tokens_per_second": self.tokens / drafted,
             "speedup": plain / drafted,
             "plain_seconds": self.plain,
             "drafted_seconds": self.drafted,
+            "plain_decoding_seconds": self.plain_decoding,
+            "drafted_decoding_seconds": self.drafted_decoding,
             "different_answers": self.different,
             "largest_logprob_difference": self.largest_difference,
         }
@@ -104,7 +118,8 @@ class DecodingPair:
         """(timing, the requests that the draft answered). The first pass of each compiles, and its
         answers are compared."""
         timing, samplers = Timing(rows), self.samplers(rows)
-        (_, plain), (_, drafted) = (self.answer(sampler, prompts) for sampler in samplers)
+        plain, drafted = (self.answer(sampler, prompts)[-1] for sampler in samplers)
+        timing.answers = len(prompts)
         timing.tokens = sum(len(plain_request.tokens) for plain_request in plain)
         for plain_request, drafted_request in zip(plain, drafted, strict=True):
             timing.different += plain_request.tokens != drafted_request.tokens
@@ -119,14 +134,32 @@ class DecodingPair:
                     break
                 timing.largest_difference = max(timing.largest_difference, abs(a - b))
         for _ in range(repeats):
-            for sampler, seconds in zip(samplers, (timing.plain, timing.drafted), strict=True):
-                seconds.append(self.answer(sampler, prompts)[0])
+            for sampler, whole, decoding in (
+                (samplers[0], timing.plain, timing.plain_decoding),
+                (samplers[1], timing.drafted, timing.drafted_decoding),
+            ):
+                seconds, reading, _ = self.answer(sampler, prompts)
+                whole.append(seconds)
+                decoding.append(seconds - reading)
         return timing, drafted
 
     def answer(
         self, sampler: LocalSampler, prompts: Sequence[Sequence[int]]
-    ) -> tuple[float, list[Request]]:
-        """(seconds, requests that have ended) of one pass over all prompts."""
+    ) -> tuple[float, float, list[Request]]:
+        """(seconds, seconds of reading prompts, requests that have ended) of one pass over all
+        prompts."""
+        reading = 0.0
+
+        @contextlib.contextmanager
+        def time_phase(name: str) -> Iterator[None]:
+            nonlocal reading
+            began = time.perf_counter()
+            yield
+            if name == READING:
+                sampler.wait()
+                reading += time.perf_counter() - began
+
+        sampler.phase = time_phase
         requests = [
             sampler.request(prompt, self.sampling, number=i, name=f"prompt {i}")
             for i, prompt in enumerate(prompts)
@@ -136,7 +169,7 @@ class DecodingPair:
             sampler.add(request)
         while sampler.busy:
             sampler.step()
-        return time.perf_counter() - start, requests
+        return time.perf_counter() - start, reading, requests
 
 
 def describe(requests: Sequence[Request], num_drafted: int) -> dict[str, Any]:

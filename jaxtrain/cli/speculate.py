@@ -72,6 +72,7 @@ def speculate_command(args: argparse.Namespace) -> None:
     from jaxtrain.api import Model
     from jaxtrain.cli.decoding_pair import DecodingPair, describe
     from jaxtrain.cli.prompt_input import open_asked
+    from jaxtrain.cli.published_tau import find_published
     from jaxtrain.runs.run_files import require_writable, write_output
 
     if args.output:
@@ -100,6 +101,7 @@ def speculate_command(args: argparse.Namespace) -> None:
             timing, requests = pair.measure(prompts, rows, args.repeats)
             if not set_report["timings"]:
                 set_report |= describe(requests, pair.draft.num_drafted)
+                set_report["published"] = find_published(pair.draft, prompt_set.name)
                 show_lengths(set_report)
             set_report["timings"].append(timing.table())
             show_timing(set_report["timings"][-1], len(prompts))
@@ -121,7 +123,12 @@ def show_lengths(set_report: dict[str, Any]) -> None:
         f" {set_report['cycles']:,} cycles\n"
         f"  cycles of 1, 2, ... tokens: {shares} %\n"
         f"  guess 1, 2, ... accepted: {positions} %\n"
-        f"  {'rows':>6} {'plain tok/s':>12} {'drafted tok/s':>14} {'speed-up':>9}  answers"
+    )
+    for source, tau in set_report["published"].items():
+        print(f"  published: tau {tau:.2f}, {source}")
+    print(
+        f"  {'rows':>6} {'plain tok/s':>12} {'drafted tok/s':>14} {'speed-up':>9}"
+        f" {'decoding alone':>24} {'speed-up':>9}  answers"
     )
 
 
@@ -131,6 +138,9 @@ def show_timing(timing: dict[str, Any], count: int) -> None:
     agreement = f"{different} of {count} differ" if different else f"all {count} equal"
     print(
         f"  {timing['rows']:>6} {timing['plain_tokens_per_second']:>12,.1f}"
-        f" {timing['drafted_tokens_per_second']:>14,.1f} {timing['speedup']:>8.2f}x  {agreement}",
+        f" {timing['drafted_tokens_per_second']:>14,.1f} {timing['speedup']:>8.2f}x"
+        f" {timing['plain_decoding_tokens_per_second']:>11,.1f}"
+        f" {timing['drafted_decoding_tokens_per_second']:>12,.1f}"
+        f" {timing['decoding_speedup']:>8.2f}x  {agreement}",
         flush=True,
     )

@@ -129,7 +129,7 @@ def name_kinds(raw: Mapping[str, Any]) -> dict[str, Any]:
     dense = min(dense, count)
     if raw.get("mlp_layer_types") is None:
         raw["mlp_layer_types"] = ["dense"] * dense + ["sparse"] * (count - dense)
-    if raw.get("layer_types") is None and dense:
+    if raw.get("layer_types") is None:
         # Windows of the dense layers follow a pattern of their own, and the others' starts anew.
         listed = []
         for key, size, every in (

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from test_generation_continuous import RAW
 
+from jaxtrain.cli.published_tau import find_published
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.local.draft_model import check_draft
@@ -112,6 +113,16 @@ def test_generate_and_speculate_use_a_draft(folders, tmp_path, capsys):
     for timing in entry["timings"]:
         assert timing["different_answers"] == 0 and timing["largest_logprob_difference"] < 1e-4
         assert timing["tokens"] <= 36 and timing["drafted_tokens_per_second"] > 0
+        for kind in ("plain", "drafted"):
+            pairs = zip(timing[f"{kind}_decoding_seconds"], timing[f"{kind}_seconds"], strict=True)
+            assert all(0 < decoding < whole for decoding, whole in pairs)
+            rate = timing[f"{kind}_decoding_tokens_per_second"]
+            assert rate == (timing["tokens"] - 3) / timing[f"{kind}_decoding_seconds"][0]
+    assert entry["published"] == {}  # those are of benchmarks
+    draft = loading.load(folders[1])
+    assert sorted(find_published(draft, "gsm8k").values()) == [3.89, 6.54]
+    assert [*find_published(draft, "aime24").values()] == [3.98]
+    assert sorted(find_published(make_eagle3(), "mt-bench").values()) == [2.83]
 
 
 @pytest.mark.slow

@@ -306,3 +306,14 @@ def test_export_loads_in_transformers(name, tmp_path):
     logits = compute_logits(model, pack([[row] for row in tokens], 30))
     assert relative_error(logits, expected) < 1e-4  # float32 sums in another order
     assert reference.config.to_dict().get("rope_parameters", {}) == dict(config.rope)
+
+
+@pytest.mark.parametrize("dense", [0, 2])
+def test_patterns_of_windows_are_those_of_transformers(dense):
+    pattern = {"sliding_window_pattern": 2, "first_k_dense_replace": dense}
+    raw = {**FAMILIES["cohere2_moe_sum"], **pattern, "num_hidden_layers": 6}
+    listed = transformers.Cohere2MoeConfig(**raw).layer_types
+    raw["architectures"] = ["Cohere2MoeForCausalLM"]
+    assert families.config_from_hf(raw).layer_types == tuple(listed)
+    with pytest.raises(UserError, match="sliding_window_pattern is a number, 0"):
+        families.config_from_hf({**raw, "sliding_window_pattern": 0})

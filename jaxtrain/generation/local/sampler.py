@@ -41,6 +41,8 @@ from jaxtrain.generation.local.slots import (
 from jaxtrain.generation.local.speculation import DraftedModel, speculate_chunk
 from jaxtrain.generation.local.token_sampling import find_kind, read_draws
 
+READING = "reading prompts"
+"""Name of the phase that ends once the rows of new prompts are dispatched."""
 SLOTS = 128
 """Rows have a multiple of so many slots."""
 ENDS = 8
@@ -119,13 +121,17 @@ class LocalSampler(Requests):
     def busy(self) -> bool:
         return bool(self._waiting) or any(self._running)
 
+    def wait(self) -> None:
+        """Block until the device has read the prompts of all rows."""
+        jax.block_until_ready(self._rows)
+
     def step(self) -> list[Request]:
         """Start waiting requests and draw a chunk of tokens; return the requests that have ended.
 
         Blocks until the device has answered. Without further work the rows are freed.
         """
         with self.on_mesh():
-            with self.phase("reading prompts"):
+            with self.phase(READING):
                 self._begin()
             with self.phase("decoding"):
                 ended = self._draw() if any(self._running) else []
