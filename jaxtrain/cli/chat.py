@@ -26,6 +26,8 @@ COMMANDS = """/system TEXT   begin anew with this system message
 /image FILE    a picture before the next message; may be repeated
 /save FILE     append the conversation to a JSONL file, a row that trains
 /exit          end"""
+PIECES = {"reasoning_content": ("reasoning_content", "reasoning"), "content": ("content",)}
+"""{key of a message: keys of a piece of an answer that mean it}"""
 KEY_VARIABLES = ("JAXTRAIN_API_KEY", "OPENAI_API_KEY")
 FIELDS = {"max_new_tokens": "max_tokens"}
 """Keys of section sampling that requests name otherwise."""
@@ -142,7 +144,10 @@ class ServerSpeaker:
 
     def __init__(self, url: str, model: str | None, fields: Mapping[str, Any]):
         """url: with its /v1."""
-        self.url, self.login = split_login(url.rstrip("/"))
+        try:
+            self.url, self.login = split_login(url.rstrip("/"))
+        except ValueError as error:
+            raise UserError(f"chat: {url!r} is no URL: {error}") from None
         self.model, self.fields = model, fields
 
     async def answer(
@@ -161,24 +166,29 @@ class ServerSpeaker:
                 body = {"model": self.model, "messages": messages, "stream": True, **self.fields}
                 async with session.post(f"{self.url}/chat/completions", json=body) as response:
                     await self._require_ok(response)
+                    if response.content_type == "application/json":  # it does not stream
+                        yield self._read(await response.text(errors="replace"))
+                        return
                     async for line in response.content:
-                        data = line.decode("utf-8", "replace").strip().removeprefix("data:").strip()
-                        if data and data != "[DONE]":
+                        field, _, data = line.decode("utf-8", "replace").strip().partition(":")
+                        # Other fields are comments, with which servers keep connections open.
+                        if field == "data" and data.strip() not in ("", "[DONE]"):
                             yield self._read(data)
-        except (aiohttp.ClientError, OSError) as error:
+        except (aiohttp.ClientError, OSError, ValueError) as error:
             raise UserError(f"chat: {self.url} does not answer: {error}") from None
 
     async def _find_model(self, session: Any) -> str:
         async with session.get(f"{self.url}/models") as response:
             await self._require_ok(response)
-            listed = self._read(await response.text()).get("data")
-        if not isinstance(listed, list) or not listed:
+            listed = self._read(await response.text(errors="replace")).get("data")
+        first = listed[0] if isinstance(listed, list) and listed else None
+        if not isinstance(first, dict) or not isinstance(first.get("id"), str):
             raise UserError(f"chat: {self.url} lists no model; name one: --served-model-name")
-        return listed[0]["id"]
+        return first["id"]
 
     async def _require_ok(self, response: Any) -> None:
         if response.status != 200:
-            text = (await response.text())[:500]
+            text = (await response.text(errors="replace"))[:500]
             raise UserError(f"chat: {self.url} answers {response.status}: {text}")
 
     def _read(self, text: str) -> dict[str, Any]:
@@ -186,9 +196,24 @@ class ServerSpeaker:
             value = json.loads(text)
         except ValueError:
             value = None
-        if not isinstance(value, dict) or "error" in value:
+        if not isinstance(value, dict) or value.get("error"):
             raise UserError(f"chat: {self.url} answers {text[:500]}")
         return value
+
+
+async def read_pieces(
+    chunks: AsyncGenerator[Mapping[str, Any], None],
+) -> AsyncGenerator[tuple[str, str], None]:
+    """Yield (key of a message, text) for each piece of an answer; its thoughts are apart where the
+    server divides them."""
+    async for chunk in chunks:
+        choices = chunk.get("choices")
+        for choice in choices if isinstance(choices, list) else ():
+            parts = choice.get("delta") or choice.get("message") if isinstance(choice, dict) else {}
+            for key, names in PIECES.items() if isinstance(parts, dict) else ():
+                text = next((parts[name] for name in names if parts.get(name)), None)
+                if isinstance(text, str):
+                    yield key, text
 
 
 class Conversation:
@@ -231,25 +256,27 @@ class Conversation:
         if pictures:
             content = [*pictures, {"type": "text", "text": text}]
         self.messages.append({"role": "user", "content": content})
-        pieces: list[str] = []
+        turn: dict[str, str] = {}
         try:
             async with contextlib.aclosing(self.speaker.answer(self.messages)) as chunks:
-                async for chunk in chunks:
-                    for choice in chunk.get("choices") or ():
-                        piece = choice["delta"].get("content") or ""
-                        pieces.append(piece)
-                        print(escape_control_chars(piece), end="", flush=True)
+                async for key, piece in read_pieces(chunks):
+                    if key == "content" and turn.keys() == {"reasoning_content"}:
+                        print("\n</think>")
+                    elif key != "content" and not turn:
+                        print("<think>")
+                    turn[key] = turn.get(key, "") + piece
+                    print(escape_control_chars(piece), end="", flush=True)
         except UserError:
             self.messages.pop()
-            pieces.clear()
+            turn.clear()
             self.pictures = pictures
             if pictures:
                 print("its pictures wait for the next message; /reset drops them", file=sys.stderr)
             raise
         finally:
             print(flush=True)
-            if pieces:
-                self.messages.append({"role": "assistant", "content": "".join(pieces)})
+            if turn:
+                self.messages.append({"role": "assistant", "content": "", **turn})
 
     def save(self, path: Path) -> None:
         """Append the conversation to a JSONL file; UserError."""

@@ -138,7 +138,7 @@ def read_request(
     images: reader of its images; None refuses them."""
     from jaxtrain.cli.prompt_input import read_raw_prompt
     from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow
-    from jaxtrain.data.chat.rows import MESSAGES, Row, read_prompt
+    from jaxtrain.data.chat.rows import MESSAGES, PROMPTS, Row, read_prompt
     from jaxtrain.data.chat.tokenize import open_row_images
     from jaxtrain.data.images.markers import show_pictures
 
@@ -156,6 +156,8 @@ def read_request(
         prompt = read_prompt(columns)
     except MalformedRow as error:
         raise UserError(error.describe(origin)) from None
+    if prompt is None and any(name in columns.columns for name in PROMPTS):
+        raise UserError(f"{origin}: its prompt is empty")
     if prompt is None:
         raise UserError(
             f"{origin}: needs messages (a list of role and content) or prompt (a text); found keys"

@@ -7,7 +7,7 @@ import numpy as np
 
 from jaxtrain.data.chat.control_tokens import SpecialTokens
 from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow
-from jaxtrain.data.chat.rows import Prompt, Row, read_prompt
+from jaxtrain.data.chat.rows import PROMPTS, Prompt, Row, read_prompt
 from jaxtrain.data.chat.template import (
     TemplateFailed,
     decode_answer,
@@ -37,6 +37,8 @@ def read_row(row: Mapping[str, Any], column: str, images: Any = None) -> Prompt:
     except MalformedRow as error:
         reason = error.describe("env: a row cannot be used")
         raise UnusableRow(f"{reason}; env.prompt_column is {column!r}") from None
+    if prompt is None and any(name in row for name in (column, *PROMPTS)):
+        raise UnusableRow("env: a row cannot be used: its prompt is empty")
     if prompt is None:
         raise UserError(
             f"env: a row has no prompt; it needs {column!r} (a text or messages) or messages, found"

@@ -3,6 +3,8 @@
 import asyncio
 import io
 import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 from serving_toy import WatchedScript, serving
@@ -54,8 +56,57 @@ def test_what_is_wrong_is_one_line(server, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi."))
     assert main(["chat", "http://127.0.0.1:1/v1"]) == 2
     assert "does not answer" in capsys.readouterr().err
+    assert main(["chat", "http://[bad"]) == 2
+    assert "is no URL" in capsys.readouterr().err
     with pytest.raises(UserError, match="model is not for a server"):
         read_sampling(["model.path=x"])
+
+
+STREAMS = {
+    "comments and thoughts": (
+        ': keep-alive\n\nevent: x\ndata: {"error": null, "choices": null}\n'
+        'data: {"choices": [{"delta": {"role": "assistant", "reasoning": "2 and"}}, 7]}\n'
+        'data: {"choices": [{"delta": {"reasoning": " 2."}}]}\n'
+        'data: {"choices": [{"delta": {"content": "Four."}}, {"delta": null}]}\ndata: [DONE]\n'
+    ),
+    "no stream": (
+        '{"choices": [{"message": {"content": "Four.", "reasoning_content": "2 and 2."}}]}'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", STREAMS)
+def test_streams_of_other_servers(name, monkeypatch, capsys, tmp_path):
+    body = STREAMS[name].encode()
+    kind = "application/json" if name == "no stream" else "text/event-stream"
+
+    class Other(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer("application/json", b'{"data": [{"id": "m"}]}')
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.answer(kind, body)
+
+        def answer(self, kind, body):
+            self.send_response(200)
+            self.send_header("Content-Type", kind)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_):
+            pass
+
+    file = tmp_path / "rows.jsonl"
+    with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
+        threading.Thread(target=other.serve_forever, daemon=True).start()
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"2 + 2?\n/save {file}"))
+        assert main(["chat", f"http://127.0.0.1:{other.server_port}/v1"]) == 0
+        other.shutdown()
+    assert capsys.readouterr().out == "<think>\n2 and 2.\n</think>\nFour.\n"
+    [row] = [json.loads(line) for line in file.read_text().splitlines()]
+    answer = {"role": "assistant", "content": "Four.", "reasoning_content": "2 and 2."}
+    assert row["messages"][1] == answer
 
 
 class FailsOnce:

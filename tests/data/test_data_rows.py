@@ -16,7 +16,7 @@ from jaxtrain.data.preview import plain_text
 from jaxtrain.data.sample import Sample
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.environments.single_turn import SingleTurn
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UnusableRow, UserError
 from jaxtrain.generation.prompts import PromptRows
 
 ASK = {"role": "user", "content": "hi"}
@@ -166,6 +166,15 @@ def test_an_answer_at_the_end_of_a_prompt_is_reported(tokenizer):
     assert read_rollout(tokenizer, {"messages": row["prompt"]})[1] == ()
     dropped = Row({"prompt": [{"role": "system", "content": "s"}]}, drop_system_message=True)
     assert normalize_row(dropped) == {"prompt": []}
+
+
+@pytest.mark.parametrize("row", [{"prompt": ""}, {"prompt": None, "id": 7}, {"messages": []}])
+def test_an_empty_prompt_is_one_unusable_row(tokenizer, row):
+    with pytest.raises(UnusableRow, match="its prompt is empty"):
+        read_rollout(tokenizer, row)
+    with pytest.raises(UserError, match="a row has no prompt") as missing:
+        read_rollout(tokenizer, {"id": 7})
+    assert not isinstance(missing.value, UnusableRow)  # no row has such a column
 
 
 def test_a_developer_message_is_a_system_message(tokenizer):
