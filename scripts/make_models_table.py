@@ -42,7 +42,13 @@ UNASKED = {
     *("GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "HYV3ForCausalLM", "HeliumForCausalLM"),
     *("HyperCLOVAXForCausalLM", "Jais2ForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM"),
     *("MellumForCausalLM", "MiniCPM3ForCausalLM", "MinistralForCausalLM", "NanoChatForCausalLM"),
-    *("NemotronForCausalLM", "OlmoForCausalLM", "PersimmonForCausalLM", "StableLmForCausalLM"),
+    *(
+        "NemotronForCausalLM",
+        "OlmoForCausalLM",
+        "OlmoHybridForCausalLM",
+        "PersimmonForCausalLM",
+        "StableLmForCausalLM",
+    ),
     *("Starcoder2ForCausalLM", "VaultGemmaForCausalLM", "YoutuForCausalLM"),
 }
 """Architectures that nobody has looked up in vLLM's registry."""

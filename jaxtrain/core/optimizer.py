@@ -342,6 +342,7 @@ def name_errors(stage: Any, key: str) -> optax.GradientTransformation:
 
 VECTORS = (
     *("bias", "scale", "magnitude", "A_log", "D", "dt_bias", "conv", "conv_bias"),
+    *("q_conv", "k_conv", "v_conv"),
     *("choice_bias", "expert_scale", "layer_scalar", "sinks", "position_table"),
     *("alpha_p", "alpha_n", "beta", "eps"),
     *("std_bias", "std_scale", *ClippedLinear.limits),

@@ -55,7 +55,7 @@ TRAINING_NOISE = re.compile(r".*(dropout|_pdrop|_dropout_prob|jitter_noise)")
 NOT_ATTRIBUTES = {
     *("rope", "carried_attributes", "fixed_attributes", "unread_attributes"),
     *("grown", "row_tokens", "score", "around", "prefix", "fused_experts"),
-    *("vision", "transposed_experts", "tower_prefix", "one_level", "mtp"),
+    *("vision", "transposed_experts", "tower_prefix", "one_level", "mtp", "resaved"),
 }
 """Fields of the dataclass that are no attributes of a config.json."""
 ROPE = {"rope_theta", "rope_scaling", "rope_parameters"}

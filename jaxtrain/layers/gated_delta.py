@@ -9,7 +9,7 @@ value heads that read them, also where tokens are cut over the context axis.
 """
 
 import functools
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -108,9 +108,11 @@ class GatedDelta(Mixer):
         sizes: DeltaSizes,
         *,
         norm_eps: float = 1e-6,
+        beta_scale: float = 1.0,
         impl: str = "auto",
         init: LayerInit,
     ):
+        """beta_scale: factor on beta; 2 lets states change their sign (negative eigenvalues)."""
         num_key_heads, num_value_heads, key_dim, value_dim, taps = sizes
         inner = num_value_heads * value_dim
         width = 2 * num_key_heads * key_dim + inner
@@ -132,7 +134,7 @@ class GatedDelta(Mixer):
         self.out = Linear(inner, num_features, axes=("heads", "embed"), init=init)
         self.num_key_heads, self.repeats = num_key_heads, num_value_heads // num_key_heads
         self.key_dim, self.value_dim, self.taps = key_dim, value_dim, taps
-        self.impl = impl
+        self.impl, self.beta_scale = impl, beta_scale
 
     @override
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> DeltaState:
@@ -202,6 +204,8 @@ class GatedDelta(Mixer):
         # ones.
         g_BTHR = -jnp.exp(rate_HR) * jax.nn.softplus(a_BTHR.astype(wide) + bias_HR)
         beta_BTHR = jax.nn.sigmoid(b_BTHR.astype(wide))
+        if self.beta_scale != 1:
+            beta_BTHR = self.beta_scale * beta_BTHR
         if state is None:
             shared = inputs.shared or SharedRowState(as_chains(context), None, None)
             if shared.rows.lone is not None:
@@ -245,12 +249,16 @@ class GatedDelta(Mixer):
         by_head = (*x_BTD.shape[:2], self.num_key_heads, -1)
         return m_BTF, *(y_BTF.reshape(by_head) for y_BTF in rest)
 
+    def _taps_HFW(self) -> jax.Array:
+        """Return the taps of the convolution by key head."""
+        return self.conv[...].reshape(self.num_key_heads, -1, self.taps)
+
     def _mix(self, inputs: DeltaInputs, shared: SharedRowState, before_BT, state):
         """Return (the heads' outputs [B, T, H, R V], the last S or None), on the current mesh.
 
         before_BT: the convolution's `Context.prev`.
         """
-        conv_HFW = self.conv[...].reshape(self.num_key_heads, -1, self.taps)
+        conv_HFW = self._taps_HFW()
         run = functools.partial(mix_heads, key_dim=self.key_dim, impl=self.impl)
         mesh = jax.sharding.get_abstract_mesh()
         if mesh.empty or mesh.size == 1:
@@ -274,6 +282,37 @@ class GatedDelta(Mixer):
             out_specs=(by_token, PartitionSpec() if is_tree else of_state.S),
             check_vma=False,
         )(inputs._replace(m=m_BTHF), conv_HFW, shared, before_BT, state)
+
+
+class SplitGatedDelta(GatedDelta):
+    """GatedDelta whose queries, keys and values have matrices and convolutions of their own, whose
+    rows are grouped by head (OLMo Hybrid)."""
+
+    def __init__(self, num_features: int, sizes: DeltaSizes, *, init: LayerInit, **options: Any):
+        super().__init__(num_features, sizes, init=init, **options)
+        del self.qkv, self.conv
+        keys, values = sizes.num_key_heads * sizes.key_dim, sizes.num_value_heads * sizes.value_dim
+        for name, width in (("q", keys), ("k", keys), ("v", values)):
+            setattr(self, name, Linear(num_features, width, axes=("embed", "heads"), init=init))
+            taps_F1W = init.normal((width, 1, sizes.taps))
+            setattr(self, f"{name}_conv", nnx.Param(taps_F1W, axes=("heads", None, None)))
+
+    @override
+    def _input_linears(self) -> tuple[Linear, ...]:
+        return self.q, self.k, self.v, self.z, self.b, self.a
+
+    @override
+    def _project(self, x_BTD, in_place: bool):
+        by_head = (*x_BTD.shape[:2], self.num_key_heads, -1)
+        products = multiply_fused(x_BTD, *self._input_linears())
+        q, k, v, *gates = (y_BTF.reshape(by_head) for y_BTF in products)
+        return jnp.concatenate([q, k, v], -1).reshape(*x_BTD.shape[:2], -1), *gates
+
+    @override
+    def _taps_HFW(self) -> jax.Array:
+        parts = (conv[...] for conv in (self.q_conv, self.k_conv, self.v_conv))
+        by_head = (part.reshape(self.num_key_heads, -1, self.taps) for part in parts)
+        return jnp.concatenate(list(by_head), axis=1)
 
 
 def as_chains(context: Context) -> DeltaRows:

@@ -73,6 +73,7 @@ ARCHITECTURES = {
     "NemotronHForCausalLM": "jaxtrain.models.nemotron_h",
     "Olmo2ForCausalLM": "jaxtrain.models.olmo2",
     "Olmo3ForCausalLM": "jaxtrain.models.olmo3",
+    "OlmoHybridForCausalLM": "jaxtrain.models.olmo_hybrid",
     "OlmoForCausalLM": "jaxtrain.models.olmo",
     "OlmoeForCausalLM": "jaxtrain.models.olmoe",
     "PersimmonForCausalLM": "jaxtrain.models.persimmon",

@@ -30,18 +30,8 @@ class DeltaSpec:
     """Linear attention of the config's sizes, whose inputs are one tensor each (Qwen3.5)."""
 
     def build(self, config: "HybridConfig", options: DecoderOptions, init: LayerInit) -> GatedDelta:
-        return GatedDelta(
-            config.hidden_size,
-            DeltaSizes(
-                config.linear_num_key_heads,
-                config.linear_num_value_heads,
-                config.linear_key_head_dim,
-                config.linear_value_head_dim,
-                config.linear_conv_kernel_dim,
-            ),
-            norm_eps=config.rms_norm_eps,
-            init=init,
-        )
+        sizes = read_sizes(config)
+        return GatedDelta(config.hidden_size, sizes, norm_eps=config.rms_norm_eps, init=init)
 
     def names(
         self, config: "HybridConfig", kind: str, layers: Sequence[int]
@@ -191,21 +181,7 @@ class HybridConfig(TextConfig):
         return values
 
     def check(self) -> None:
-        keys, values = self.linear_num_key_heads, self.linear_num_value_heads
-        if keys < 1 or values < 1 or values % keys:
-            raise UserError(
-                f"config.json: linear_num_value_heads={values} must be a multiple of"
-                f" linear_num_key_heads={keys}"
-            )
-        for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"):
-            if getattr(self, name) < 1:
-                raise UserError(f"config.json: {name}={getattr(self, name)} must be at least 1")
-        types = self.layer_types or ()
-        if len(types) != self.num_hidden_layers or not set(types) <= {LINEAR, FULL}:
-            raise UserError(
-                f"config.json: layer_types must name {self.num_hidden_layers} layers"
-                f" (num_hidden_layers), each {LINEAR} or {FULL}"
-            )
+        check_linear_layers(self)
         super().check()
 
     def layers(self) -> tuple[LayerSpec, ...]:
@@ -225,6 +201,37 @@ class HybridConfig(TextConfig):
         attention = AttentionSpec(qk_norm="head", output_gate="joint")
         linear = kind.endswith("linear")
         return BlockSpec(self.linear_spec if linear else attention, self.branch_spec)
+
+
+def check_linear_layers(config: Any) -> None:
+    """Raise UserError if the sizes of linear attention do not fit together, or unless layer_types
+    names each layer."""
+    keys, values = config.linear_num_key_heads, config.linear_num_value_heads
+    if keys < 1 or values < 1 or values % keys:
+        raise UserError(
+            f"config.json: linear_num_value_heads={values} must be a multiple of"
+            f" linear_num_key_heads={keys}"
+        )
+    for name in ("linear_key_head_dim", "linear_value_head_dim", "linear_conv_kernel_dim"):
+        if getattr(config, name) < 1:
+            raise UserError(f"config.json: {name}={getattr(config, name)} must be at least 1")
+    types = config.layer_types or ()
+    if len(types) != config.num_hidden_layers or not set(types) <= {LINEAR, FULL}:
+        raise UserError(
+            f"config.json: layer_types must name {config.num_hidden_layers} layers"
+            f" (num_hidden_layers), each {LINEAR} or {FULL}"
+        )
+
+
+def read_sizes(config: Any) -> DeltaSizes:
+    """Return the sizes of linear attention."""
+    return DeltaSizes(
+        config.linear_num_key_heads,
+        config.linear_num_value_heads,
+        config.linear_key_head_dim,
+        config.linear_value_head_dim,
+        config.linear_conv_kernel_dim,
+    )
 
 
 def group_rows(config: HybridConfig) -> tuple[tuple[int, int], ...]:

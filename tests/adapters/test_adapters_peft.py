@@ -35,7 +35,7 @@ from jaxtrain.models import build, families, loading, saving
 from jaxtrain.models.parameters import split_model
 
 RAW = RAW | {name: {**SIZES, **GEMMA4[name]} for name in ("gemma4_moe", "gemma4_per_layer")}
-JOINT = ("falcon_groups", "lfm3", "gpt_neox", "apertus", "youtu", "granitemoe_swa")
+JOINT = ("falcon_groups", "lfm3", "gpt_neox", "apertus", "youtu", "granitemoe_swa", "olmo_hybrid")
 RAW |= {
     name: {key: value for key, value in {**SIZES, **ADDED[name]}.items() if value is not None}
     for name in JOINT

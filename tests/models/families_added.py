@@ -198,6 +198,30 @@ FAMILIES = {
         "block_multiple_of": 8,
         "tie_word_embeddings": False,
     },
+    "olmo_hybrid": {
+        "model_type": "olmo_hybrid",
+        **EPS,
+        "num_hidden_layers": 3,
+        "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 6,
+        "linear_value_head_dim": 3,
+        "attention_bias": True,
+        "pad_token_id": 0,
+    },
+    "olmo_hybrid_unrotated": {
+        "model_type": "olmo_hybrid",
+        **EPS,
+        "layer_types": ["linear_attention", "full_attention"],
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "linear_allow_neg_eigval": False,
+        "pad_token_id": 0,
+        "rope_parameters": {"rope_type": "default", "rope_theta": None},
+    },
     "lfm3": {
         "model_type": "lfm3",
         "norm_eps": 1e-3,
@@ -212,4 +236,5 @@ FAMILIES = {
 }
 DEFAULT = {"lfm3", "falcon_groups"}
 CHOSEN = {"apertus", "exaone_moe", "nanochat", "youtu"}
-DECODED = {"llama4", "mimo_v2_flash"}
+SHARDED = {"olmo_hybrid": [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}]}
+DECODED = {"llama4", "mimo_v2_flash", "olmo_hybrid"}

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from safetensors.numpy import load_file, save_file
 from test_models_build import value_and_grads
-from tiny_models import RAW
+from tiny_models import RAW, SIZES, compute_logits, documents, pack
 from tiny_vision import VISION
 
 from jaxtrain.adapters.peft import adapter_entries
@@ -204,6 +204,47 @@ def test_decay_and_taps_are_no_matrices():
     small = {p.rsplit(".", 1)[-1] for p in params if is_vector(p)}
     assert small == {"A_log", "dt_bias", "conv", "scale"}
     assert muon_dimensions("stack.linear.attention.conv", np.zeros((2, 80, 1, 4))) is None
+    params, _ = split_model(build.abstract(families.config_from_hf(OLMO)))
+    small = {p.rsplit(".", 1)[-1] for p in params if is_vector(p)}
+    assert small == {"A_log", "dt_bias", "q_conv", "k_conv", "v_conv", "scale"}
+
+
+OLMO = {
+    **SIZES,
+    "model_type": "olmo_hybrid",
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 6,
+    "linear_value_head_dim": 10,
+    "pad_token_id": 0,
+    "rope_parameters": None,
+    "rope_theta": None,
+}
+"""Attributes that Ai2's converter writes; values of more dims than keys."""
+
+
+@pytest.mark.slow
+def test_published_names_of_olmo_hybrid(tmp_path):
+    """transformers reads our folder, whose convolutions are as wide as their projections."""
+    transformers = pytest.importorskip("transformers")
+    torch = pytest.importorskip("torch")
+    config = families.config_from_hf(OLMO)
+    model = build.init(config, 0)
+    saving.save(model, config, tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    assert stored["model.layers.0.linear_attn.v_conv1d.weight"].shape == (20, 1, 4)
+    assert "model.layers.1.post_attention_layernorm.weight" in stored
+    assert families.read_config(tmp_path) == config and not config.rotates
+    reference, report = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    tokens = np.stack(documents(4, 30, 30))
+    with torch.no_grad():
+        expected = reference(torch.from_numpy(tokens).long()).logits.numpy()
+    logits = compute_logits(model, pack([[row] for row in tokens], 30))
+    np.testing.assert_allclose(logits, expected, atol=1e-4 * np.abs(expected).max())
 
 
 def test_flops_of_a_state():
