@@ -11,7 +11,7 @@ from jaxtrain.data.counts import Counts, add_items, describe_unread, drops_of, l
 from jaxtrain.data.media_tokens import MediaTokens
 from jaxtrain.data.sample import Dropped, RowNote, note_unread
 from jaxtrain.environments.guarded import GuardedEnv, open_guarded
-from jaxtrain.environments.rewards import Rewards
+from jaxtrain.environments.rewards.score import Rewards
 from jaxtrain.errors import UnusableRow, UserError
 from jaxtrain.safe_io import UnreadableRow
 

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from jaxtrain.config.rewards import RewardConfig
-from jaxtrain.environments.rewards import open_rewards
 from jaxtrain.environments.rewards import score as scoring
+from jaxtrain.environments.rewards.score import open_rewards
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.generation.episodes import Episode
@@ -226,7 +226,7 @@ def test_a_hanging_worker_ends_with_its_parent(tmp_path):
     )
     code = (
         "import asyncio\nfrom jaxtrain.config.rewards import RewardConfig\n"
-        "from jaxtrain.environments.rewards import open_rewards\n"
+        "from jaxtrain.environments.rewards.score import open_rewards\n"
         "from jaxtrain.generation.episodes import Episode\n"
         f"r = open_rewards([RewardConfig(function={str(path) + ':forever'!r}, timeout=600)])\n"
         "e = Episode([1], [True], [0.0], [-1], 'stop', completion='a')\n"

@@ -1,5 +1,4 @@
-"""Rewards: functions that score completions, run in processes that may hang or crash."""
+"""Rewards: functions that score completions, run in processes that may hang or crash.
 
-from jaxtrain.environments.rewards.score import Rewards, open_rewards
-
-__all__ = ["Rewards", "open_rewards"]
+Nothing is imported here, so that a worker starts with little: `score` opens rewards.
+"""

@@ -18,7 +18,7 @@ from statistics import stdev
 from typing import Any
 
 from jaxtrain.config.evals import EvalSetConfig
-from jaxtrain.environments.rewards import Rewards
+from jaxtrain.environments.rewards.score import Rewards
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Engine, EpisodeFailed, Sampling
 from jaxtrain.generation.episode_metrics import average_env_metrics, describe_sample

@@ -15,7 +15,7 @@ from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.data.sources.prompt_sets import read_answer, read_prompt_set
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.environments.guarded import GuardedEnv, open_guarded
-from jaxtrain.environments.rewards import Rewards, open_rewards
+from jaxtrain.environments.rewards.score import Rewards, open_rewards
 from jaxtrain.errors import UserError
 from jaxtrain.generation.dataset_envs import measure_prompts
 from jaxtrain.generation.engine import Engine

@@ -22,7 +22,7 @@ from jaxtrain.config import (
     SamplingConfig,
 )
 from jaxtrain.config.ray import service_name
-from jaxtrain.environments.rewards import open_rewards
+from jaxtrain.environments.rewards.score import open_rewards
 from jaxtrain.generation.dataset_envs import open_envs
 from jaxtrain.generation.engine import SharedServers
 from jaxtrain.generation.engines import seed_sampling

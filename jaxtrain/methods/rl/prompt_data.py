@@ -21,7 +21,7 @@ from jaxtrain.data.packing.pack import Fields
 from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process
-from jaxtrain.environments.rewards import Rewards, open_rewards
+from jaxtrain.environments.rewards.score import Rewards, open_rewards
 from jaxtrain.errors import UserError
 from jaxtrain.generation.curators import Curator, open_curator
 from jaxtrain.generation.dataset_envs import DatasetEnvs, open_envs
