@@ -103,6 +103,7 @@ def test_preprocess_writes_a_page_with_thumbnails(tmp_path, monkeypatch, capsys)
     page = tmp_path / "page.html"
     words = ["preprocess", "--config", "vision_shapes", "--samples", "2"]
     words += ["--show", str(page), "data.datasets.0.options.num_rows=4", "data.eval_datasets=[]"]
+    words += ["data.micro_batch_size=1"]
     assert (main(words) or 0) == 0
     shown, text = capsys.readouterr().out, page.read_text()
     assert shown.count("image 1: 48x48, in the row") == 2 and shown.endswith(f"{page}\n")

@@ -169,13 +169,15 @@ def test_answers_end_with_the_first_end_token(models):
 
 def test_a_draw_is_its_own_whoever_shares_the_batch(models):
     hot = {"temperature": 1.0, "seed": 4}
-    together = [entry.tokens for entry in answer(models[2], sampling=hot, steps=4)]
-    alone = answer(models[2], PROMPTS[1:2], sampling=hot, draws=[1], steps=4)
-    assert alone[0].tokens == together[1]
-    in_pairs = [entry.tokens for entry in answer(models[2], sampling=hot, rows=2, steps=4)]
-    assert in_pairs == together
-    second = answer(models[2], sampling={**hot, "seed": 5}, steps=4)
-    assert [entry.tokens for entry in second] != together
+
+    def draw(prompts=PROMPTS, **how):
+        options = {"sampling": hot, "rows": 2, "steps": 4, **how}
+        return [entry.tokens for entry in answer(models[2], prompts, **options)]
+
+    in_pairs = draw()
+    assert draw(rows=1) == in_pairs
+    assert draw(PROMPTS[1:], draws=[1, 2]) == in_pairs[1:]
+    assert draw(sampling={**hot, "seed": 5}) != in_pairs
 
 
 @pytest.mark.slow

@@ -126,6 +126,7 @@ def test_equal_draws_give_no_gradient():
     assert max(np.abs(gradient).max() for gradient in gradients.values()) < 1e-6
 
 
+@pytest.mark.slow
 def test_noise_goes_by_seed_and_step():
     """So a run that goes on draws what it would have drawn; the same is in
     `test_microsteps_are_one_batch`."""

@@ -67,17 +67,17 @@ def read_params(folder, step):
 
 
 def test_the_reward_of_a_toy_task_rises(config, tmp_path):
-    words = ("run.max_steps=14", "rollout.group_size=8", "optim.learning_rate=0.05")
+    words = ("run.max_steps=8", "rollout.group_size=8", "optim.learning_rate=0.2")
     lines = run(config, tmp_path / "run", *words)
     rewards = [line["reward"] for line in lines]
     # Half of all tokens are even; random choice stays within 0.05 of that with 256 draws.
     assert abs(rewards[0] - 0.5) < 0.15
-    assert np.mean(rewards[-4:]) > 0.8
+    assert np.mean(rewards[-3:]) > 0.85
     first = lines[0]
     # The sampler and the trainer compute the same numbers but for the order of sums in float32.
     assert first["sampling/sampling_logp_difference/max"] < 1e-4
     assert first["ratio/min"] == first["ratio/max"] == 1.0
-    assert first["policy_version"] == 0 and lines[-1]["policy_version"] == 13
+    assert first["policy_version"] == 0 and lines[-1]["policy_version"] == 7
     assert all(line["lag/max"] == 0 for line in lines)
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").open()]
     assert samples[0]["reward"] >= samples[1]["reward"]
