@@ -91,8 +91,13 @@ class Describer:
             self._text(f"{type(value).__name__} {value!r}")
         elif isinstance(value, np.ndarray | jax.Array):
             array = np.asarray(value)
+            if array.dtype == object:  # its bytes are addresses
+                raise UnknownObjectError("an array of objects")
             self._text(f"array {array.shape} {array.dtype}")
             self._hash.update(array.tobytes())
+        elif isinstance(value, jax.sharding.AbstractMesh | jax.sharding.Mesh):
+            self.add("mesh", value.axis_names, tuple(value.shape.values()), value.axis_types)
+            self.add(value.abstract_mesh.abstract_device)
         elif isinstance(value, type):
             self._text(f"type {describe_type(value)}")
         elif isinstance(value, tuple | list):
@@ -153,8 +158,14 @@ class Describer:
                 name: getattr(value, name)
                 for base in kind.__mro__
                 for name in getattr(base, "__slots__", ())
-                if hasattr(value, name) and name not in ("__weakref__", "__dict__")
-            } | dict(getattr(value, "__dict__", {}))
+                if hasattr(value, name) and name not in ("__weakref__", "__dict__", "_hash")
+            }
+            for name, field in list(getattr(value, "__dict__", {}).items()):
+                # What an object remembers of itself depends on what was asked of it before.
+                if name != "_hash" and not isinstance(
+                    getattr(kind, name, None), functools.cached_property
+                ):
+                    fields[name] = field
         else:
             raise UnknownObjectError(f"a {describe_type(kind)}")
         self._text(f"object {describe_type(kind)}")

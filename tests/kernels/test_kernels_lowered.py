@@ -5,6 +5,7 @@ import types
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jaxtrain_kernels import Context, attention, lowered_kernels, mosaic
 from jaxtrain_kernels.lowered_kernels import Describer, UnknownObjectError, keep_lowered
@@ -116,6 +117,24 @@ def test_descriptions_tell_functions_apart():
         describe(make(object()))
     with pytest.raises(UnknownObjectError):
         describe(object())
+
+
+def test_descriptions_are_those_of_every_process():
+    """Neither what an object remembers of itself, nor addresses, nor devices' identities."""
+    from jax.sharding import AbstractMesh, NamedSharding, PartitionSpec
+
+    def describe(mesh):
+        describer = Describer()
+        describer.add(NamedSharding(mesh, PartitionSpec("x")))
+        return describer.hexdigest()
+
+    asked = AbstractMesh((1,), ("x",))
+    assert hash(asked) and asked.manual_axes == () and not asked.empty
+    assert describe(asked) == describe(AbstractMesh((1,), ("x",)))
+    assert describe(AbstractMesh((2,), ("x",))) != describe(asked)
+    describe(jax.sharding.Mesh(np.array(jax.devices()[:1]), ("x",)))
+    with pytest.raises(UnknownObjectError, match="array of objects"):
+        Describer().add(np.array([object()]))
 
 
 def test_folder_that_takes_no_file_costs_nothing(start_process, tmp_path, monkeypatch):
