@@ -30,12 +30,7 @@ from jaxtrain.huggingface.files import check_inside, read_object, spell
 from jaxtrain.huggingface.generation import NAME as GENERATION
 from jaxtrain.huggingface.ops import StackedOps, TensorOp, Transpose, full_index
 from jaxtrain.huggingface.packed import open_folder
-from jaxtrain.huggingface.safetensors import (
-    CODES,
-    MAX_SHARD_BYTES,
-    RoundingLoss,
-    SafetensorsFolder,
-)
+from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, RoundingLoss, SafetensorsFolder
 from jaxtrain.models import build, families
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.parameters import split_model

@@ -41,9 +41,7 @@ VERBS = {
     ),
     "eval": Verb("RUN | --config FILE", "held-out loss, problems answered", "cli.eval:run_eval"),
     "compare": Verb(
-        "A B",
-        "how much better one evaluation is than another",
-        "cli.compare:run_compare",
+        "A B", "how much better one evaluation is than another", "cli.compare:run_compare"
     ),
     "generate": Verb(
         "RUN|MODEL [--prompt TEXT]",

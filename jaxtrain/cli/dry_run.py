@@ -146,10 +146,7 @@ def show_memory(config: Config, task: Task, console: SafeConsole, on: str | None
         ("weights, GiB per device", f"{weights / GIB:.3f}"),
         ("gradients, GiB per device", f"{grads / GIB:.3f}"),
         ("optimizer state, GiB per device", f"{slots / GIB:.3f}" if not away else ""),
-        (
-            "optimizer state, GiB of host memory per device",
-            f"{away / GIB:.3f}" if away else "",
-        ),
+        ("optimizer state, GiB of host memory per device", f"{away / GIB:.3f}" if away else ""),
         ("other models, GiB per device", f"{auxiliary_bytes / GIB:.3f}" if auxiliary_bytes else ""),
         (
             "other models, GiB of host memory per device",

@@ -111,11 +111,7 @@ def warn_misfits(folder: Path) -> None:
 
 
 def export_gguf_command(
-    source: Path,
-    output: Path | None,
-    step: int | None,
-    kind: str,
-    overrides: Sequence[str] = (),
+    source: Path, output: Path | None, step: int | None, kind: str, overrides: Sequence[str] = ()
 ) -> None:
     """Write a model folder, or a checkpoint of a run (its adapter merged), as one GGUF file."""
     from jaxtrain.cli.quantize import plain_folder

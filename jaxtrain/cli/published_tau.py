@@ -12,7 +12,7 @@ PUBLISHED = {
         " H100": (3.89, 4.19, 3.98, 3.69, 4.30, 3.47, 4.72, 2.76),
     },
     eagle3.Model: {
-        f"EAGLE-3 with a tree of 16, {PAPER}": (3.23, 3.02, None, 3.00, 3.17, 2.82, 2.65, 2.83),
+        f"EAGLE-3 with a tree of 16, {PAPER}": (3.23, 3.02, None, 3.00, 3.17, 2.82, 2.65, 2.83)
     },
 }
 """{kind of draft: {source and conditions: tau by SETS, None without one}}."""

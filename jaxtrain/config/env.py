@@ -6,15 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 
-from jaxtrain.config.base import (
-    RESUMABLE,
-    Place,
-    Problems,
-    Section,
-    broken,
-    known_in,
-    unread,
-)
+from jaxtrain.config.base import RESUMABLE, Place, Problems, Section, broken, known_in, unread
 from jaxtrain.config.gym import GymConfig, find_gym_conflicts
 from jaxtrain.config.limits import ROWS, SECONDS
 from jaxtrain.config.openenv import OpenEnvConfig, find_openenv_conflicts

@@ -7,12 +7,7 @@ a config that holds one of their keys is answered with ours.
 from jaxtrain.convert import axolotl, llama_factory, prime_rl, trl
 from jaxtrain.convert.conversion import Conversion, describe, read_numbers
 
-SYSTEMS = {
-    "axolotl": axolotl,
-    "llama-factory": llama_factory,
-    "trl": trl,
-    "prime-rl": prime_rl,
-}
+SYSTEMS = {"axolotl": axolotl, "llama-factory": llama_factory, "trl": trl, "prime-rl": prime_rl}
 """In the order in which a file is tried."""
 
 

@@ -4,14 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxtrain.convert.conversion import Conversion, load_rules
-from jaxtrain.convert.shared import (
-    TRAINER,
-    finish,
-    listed,
-    lora_targets,
-    train_vision,
-    train_whole,
-)
+from jaxtrain.convert.shared import TRAINER, finish, listed, lora_targets, train_vision, train_whole
 from jaxtrain.convert.trl import set_task
 
 DEFAULTS = {

@@ -61,10 +61,7 @@ class ModelBundle:
 
 
 def build_model_bundle(
-    config: Config,
-    reserved: int = 0,
-    score: ScoreHead | None = None,
-    key: str = "rollout.devices",
+    config: Config, reserved: int = 0, score: ScoreHead | None = None, key: str = "rollout.devices"
 ) -> ModelBundle:
     """Build the bundle of section `model`: model, tokenizer and mesh, checked against each other;
     raises UserError.

@@ -146,10 +146,7 @@ def finish(run: Run) -> None:
 def write_outputs(session: Session, summary: str) -> str:
     """Write the outputs of a finished run; returns `summary` and where they are."""
     config, folder, lines = session.config, session.folder, [summary]
-    places = {
-        "checkpoints": folder / "checkpoints",
-        "metrics": folder / "metrics.jsonl",
-    }
+    places = {"checkpoints": folder / "checkpoints", "metrics": folder / "metrics.jsonl"}
     if is_main_process() and config.log.plot and (folder / "metrics.jsonl").exists():
         from jaxtrain.runs.plot import plot_runs
 

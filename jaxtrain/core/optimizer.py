@@ -79,10 +79,7 @@ def decay_share(shape: str, remaining):
 
 
 def build_optimizer(
-    optim: OptimConfig,
-    schedule: optax.Schedule,
-    params: Params,
-    groups: Any = None,
+    optim: OptimConfig, schedule: optax.Schedule, params: Params, groups: Any = None
 ) -> optax.GradientTransformation:
     """Build the named optimizer with its weight-decay mask and per-parameter rates. The step clips
     gradients itself. groups: ParameterGroups, with rates and what is trained. Raises UserError for

@@ -62,10 +62,7 @@ def open_run(
         copied = any(role.weights == "start" for role in roles.roles.values())
         folder = stack.enter_context(
             RunFolder(
-                config,
-                command,
-                base=base,
-                needs_base=copied or roles.bundle.adapter is not None,
+                config, command, base=base, needs_base=copied or roles.bundle.adapter is not None
             )
         )
         sinks = stack.enter_context(Sinks(config, folder.path, primary=primary))

@@ -19,9 +19,7 @@ PIECE_BYTES = 256 * 2**20
 
 
 def gather_params(
-    params: Mapping[str, jax.Array],
-    targets: Mapping[str, Sharding],
-    piece_bytes: int = PIECE_BYTES,
+    params: Mapping[str, jax.Array], targets: Mapping[str, Sharding], piece_bytes: int = PIECE_BYTES
 ) -> dict[str, jax.Array]:
     """Return copies of all parameters, each with `targets[path]` on devices of process 0; {}
     elsewhere.

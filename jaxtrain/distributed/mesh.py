@@ -69,10 +69,7 @@ def make_mesh(devices: Sequence[Device] | None = None, **sizes: int) -> Mesh:
     devices = jax.devices() if devices is None else list(devices)
     full = resolve_sizes(sizes, len(devices))
     return jax.make_mesh(
-        tuple(full.values()),
-        tuple(full),
-        axis_types=(AxisType.Auto,) * len(full),
-        devices=devices,
+        tuple(full.values()), tuple(full), axis_types=(AxisType.Auto,) * len(full), devices=devices
     )
 
 

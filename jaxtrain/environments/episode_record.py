@@ -18,11 +18,7 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 from jaxtrain.data.chat.omissions import Kwargs
 from jaxtrain.data.chat.template import TemplateFailed, decode_answer
-from jaxtrain.environments.chat_request import (
-    ChatRequest,
-    message_key,
-    read_request,
-)
+from jaxtrain.environments.chat_request import ChatRequest, message_key, read_request
 from jaxtrain.environments.request_fields import Note, RequestRefused
 from jaxtrain.environments.token_history import (
     DrawnTurn,
@@ -276,11 +272,7 @@ class EpisodeRecord:
         return self.history.add(prompt, completion)
 
     async def _generate(
-        self,
-        tokens: list[int],
-        sampling: Sampling,
-        stop_ids: Sequence[int] = (),
-        likely: int = 0,
+        self, tokens: list[int], sampling: Sampling, stop_ids: Sequence[int] = (), likely: int = 0
     ) -> Completion:
         if self._closed:
             raise RequestRefused(410, f"episode {self.id} has ended")

@@ -11,12 +11,7 @@ from jaxtrain.environments.chat_request import MODEL
 from jaxtrain.environments.policy_server import PolicyServer
 from jaxtrain.errors import UserError
 
-KINDS = (
-    "resources_servers",
-    "responses_api_agents",
-    "responses_api_models",
-    "environment_servers",
-)
+KINDS = ("resources_servers", "responses_api_agents", "responses_api_models", "environment_servers")
 """Folders in which Gym searches for servers."""
 POLICY_CONFIG = "responses_api_models/vllm_model/configs/vllm_model_for_training.yaml"
 

@@ -29,12 +29,7 @@ from jaxtrain.environments.chat_request import MODEL, limit, read_logprobs, read
 from jaxtrain.environments.chat_response import split_chat, write_chat, write_tokens
 from jaxtrain.environments.endpoint_app import EndpointApp, Route, read_json, stream
 from jaxtrain.environments.episode_record import ChatAnswer, EndpointFormat, EpisodeRecord
-from jaxtrain.environments.request_fields import (
-    SAMPLING,
-    TOKENS,
-    RequestRefused,
-    check_fields,
-)
+from jaxtrain.environments.request_fields import SAMPLING, TOKENS, RequestRefused, check_fields
 from jaxtrain.environments.token_history import TurnTemplate
 from jaxtrain.environments.tool_calls import find_family
 from jaxtrain.errors import UserError

@@ -143,9 +143,5 @@ class SingleTurn:
         if self.system is not None and messages[0].get("role") not in SYSTEM_ROLES:
             messages = [{"role": "system", "content": self.system}, *messages]
         return prompt_tokens(
-            self.tokenizer,
-            messages,
-            prompt.tools,
-            self.special_tokens,
-            prompt.chat_template_kwargs,
+            self.tokenizer, messages, prompt.tools, self.special_tokens, prompt.chat_template_kwargs
         )

@@ -38,10 +38,7 @@ class EventLoop:
     """Runs coroutines for another thread. patience: seconds that it may be blocked."""
 
     def __init__(
-        self,
-        name: str,
-        patience: float | None = None,
-        log: Callable[[str], None] = print,
+        self, name: str, patience: float | None = None, log: Callable[[str], None] = print
     ):
         self.name, self.patience, self.log = name, patience, log
         self.should_stop: Callable[[], bool] = lambda: False

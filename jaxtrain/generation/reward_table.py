@@ -52,9 +52,7 @@ def _turn_reward(episode: Episode, turn: int) -> dict[str, float]:
 
 
 def weigh(
-    rewards_NK: np.ndarray,
-    weights_K: Sequence[float],
-    clip: tuple[float, float] | None = None,
+    rewards_NK: np.ndarray, weights_K: Sequence[float], clip: tuple[float, float] | None = None
 ) -> np.ndarray:
     """Return the weighted sum [N] of rewards that are not NaN, within `clip`; NaN if all are."""
     weighted_NK = rewards_NK * np.asarray(weights_K, np.float64)

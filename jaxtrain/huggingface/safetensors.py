@@ -293,9 +293,7 @@ def _assign(plan: Mapping[str, tuple], max_shard_bytes: int) -> list[list[str]]:
 
 
 def _reserve(
-    path: Path,
-    plan: Mapping[str, tuple[tuple[int, ...], np.dtype]],
-    metadata: Mapping[str, str],
+    path: Path, plan: Mapping[str, tuple[tuple[int, ...], np.dtype]], metadata: Mapping[str, str]
 ) -> dict[str, TensorLocation]:
     """Write the header and reserve the bytes; return the location of each tensor of the file."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt", **metadata}}

@@ -20,10 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 import jinja2
 import jinja2.meta
-from transformers.utils.chat_template_utils import (
-    _compile_jinja_template,
-    render_jinja_template,
-)
+from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
 from jaxtrain.huggingface.plain_template import mark_template, only_writes_contents, parse
 from jaxtrain.text_safety import escape_control_chars

@@ -18,13 +18,7 @@ class Embed(nnx.Module):
     own, by `look_up(x, tokens)` in vectors and by `place(table)` in the table.
     """
 
-    def __init__(
-        self,
-        num_embeddings: int,
-        num_features: int,
-        *,
-        init: LayerInit,
-    ):
+    def __init__(self, num_embeddings: int, num_features: int, *, init: LayerInit):
         shape = (num_embeddings, num_features)
         table_VD = init.normal(shape)
         self.embedding = nnx.Param(table_VD, axes=("vocab", "embed"))

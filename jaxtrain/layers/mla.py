@@ -85,12 +85,7 @@ class LatentAttention(Mixer):
     preset = "attention"
 
     def __init__(
-        self,
-        num_features: int,
-        num_heads: int,
-        options: LatentOptions,
-        *,
-        init: LayerInit,
+        self, num_features: int, num_heads: int, options: LatentOptions, *, init: LayerInit
     ):
         plain_dim, rotated_dim, value_dim = (
             options.plain_dim,

@@ -22,13 +22,7 @@ class RMSNorm(nnx.Module):
     parameters: ClassVar[tuple[str, ...]] = ("scale",)
     """Names of the parameters."""
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        eps: float,
-        param_dtype: Dtype = jnp.float32,
-    ):
+    def __init__(self, num_features: int, *, eps: float, param_dtype: Dtype = jnp.float32):
         self.scale = nnx.Param(jnp.ones((num_features,), param_dtype), axes=("norm",))
         self.eps = eps
 

@@ -32,12 +32,7 @@ REQUIRED = {
     "proportional": set(),
     "dynamic": {"alpha"},
     "longrope": {"short_factor", "long_factor", "original_max_position_embeddings"},
-    "llama3": {
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    },
+    "llama3": {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"},
     "yarn": {"factor", "original_max_position_embeddings"},
 }
 

@@ -13,14 +13,7 @@ class Score(nnx.Module):
     No Linear: adapters and quantized storage leave it alone, it is trained in full.
     """
 
-    def __init__(
-        self,
-        num_features: int,
-        num_scores: int,
-        *,
-        use_bias: bool,
-        init: LayerInit,
-    ):
+    def __init__(self, num_features: int, num_scores: int, *, use_bias: bool, init: LayerInit):
         shape = (num_scores, num_features)
         weight_nD = init.normal(shape)
         self.weight = nnx.Param(weight_nD, axes=(None, None))

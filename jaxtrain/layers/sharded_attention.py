@@ -137,10 +137,7 @@ def rotate_shards(
 
     by_token = PartitionSpec(*spec[:2])
     return jax.shard_map(
-        local,
-        in_specs=(spec, by_token, by_token, PartitionSpec()),
-        out_specs=spec,
-        check_vma=False,
+        local, in_specs=(spec, by_token, by_token, PartitionSpec()), out_specs=spec, check_vma=False
     )(x_BTNH, *angles, scale)
 
 

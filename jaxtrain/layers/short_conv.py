@@ -39,13 +39,7 @@ class ShortConv(Mixer):
     preset = "attention"
     state_axes = ("rows", None, "act_heads")
 
-    def __init__(
-        self,
-        num_features: int,
-        *,
-        taps: int,
-        init: LayerInit,
-    ):
+    def __init__(self, num_features: int, *, taps: int, init: LayerInit):
         linear = functools.partial(Linear, num_features, num_features, init=init)
         self.gate_in = linear(axes=("embed", "heads"))
         self.gate_out = linear(axes=("embed", "heads"))

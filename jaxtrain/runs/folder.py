@@ -58,11 +58,7 @@ class RunFolder:
     """Context that claims config.run.output_dir for this process. Only process 0 writes to it."""
 
     def __init__(
-        self,
-        config: Config,
-        command: list[str],
-        base: Path | None = None,
-        needs_base: bool = False,
+        self, config: Config, command: list[str], base: Path | None = None, needs_base: bool = False
     ):
         """base: folder of model.path, as it was opened. needs_base: whether a run that goes on
         reads weights of it."""

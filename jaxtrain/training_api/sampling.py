@@ -8,11 +8,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.environments.request_fields import (
-    MAX_STOP_TEXT,
-    MAX_STOPS,
-    RequestRefused,
-)
+from jaxtrain.environments.request_fields import MAX_STOP_TEXT, MAX_STOPS, RequestRefused
 from jaxtrain.generation.engine import Completion, Sampling
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.text_safety import show

@@ -148,8 +148,7 @@ def nearest_int(x, layout):
 
     # Names what it does: tests interpret it.
     @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.int32, layout=layout),
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.int32, layout=layout)
     )
     def nearest_int(context, array):
         from jaxlib.mlir import ir
@@ -211,8 +210,7 @@ def exp2_partly(x, layout, every: int):
     polynomial = "{ .reg .f32 x, t, f; .reg .b32 a, b; " + " ".join(steps) + " }"
 
     @plgpu.inline_mgpu(
-        arg_types=(layout,),
-        return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout),
+        arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, jnp.float32, layout=layout)
     )
     def exp2_partly(context, array):
         from jaxlib.mlir import ir

@@ -34,10 +34,7 @@ def token_logp(
 
 
 def of_drawable(
-    model,
-    log_probs: LogProbs,
-    hidden_BTD: jax.Array,
-    temperature: jax.Array | float | None = None,
+    model, log_probs: LogProbs, hidden_BTD: jax.Array, temperature: jax.Array | float | None = None
 ) -> LogProbs:
     """Return log-probs [B, T] that hidden states predict at a temperature without the share of
     model.never_drawn."""

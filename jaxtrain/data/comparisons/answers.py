@@ -17,12 +17,7 @@ import numpy as np
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat import template
 from jaxtrain.data.chat.control_tokens import encoder_of
-from jaxtrain.data.chat.messages import (
-    MalformedRow,
-    context_spans,
-    select_turns,
-    without_flags,
-)
+from jaxtrain.data.chat.messages import MalformedRow, context_spans, select_turns, without_flags
 from jaxtrain.data.chat.rows import Conversation
 from jaxtrain.data.chat.tokenize import open_images
 from jaxtrain.data.comparisons.preference_row import NOTHING_SHARED, SAME, PreferenceRow

@@ -97,9 +97,7 @@ class RowImages:
         return [self._read(value, number) for number, value in enumerate(values, 1)]
 
     def to_parts(
-        self,
-        messages: Sequence[Message],
-        write: Callable[[Image], dict[str, Any]] = describe_part,
+        self, messages: Sequence[Message], write: Callable[[Image], dict[str, Any]] = describe_part
     ) -> list[Message]:
         """Return messages with parts of type "image" and "text" in place of texts with markers.
         write: keys of an image's part besides its type."""

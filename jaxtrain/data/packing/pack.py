@@ -306,10 +306,7 @@ def build_batch(
 
 
 def _add_images(
-    batch: Batch,
-    rows: Sequence[Sequence[PackedTree]],
-    packer: ImagePacker,
-    num_patches: int | None,
+    batch: Batch, rows: Sequence[Sequence[PackedTree]], packer: ImagePacker, num_patches: int | None
 ) -> Batch:
     """Add the stream of slots, and patches if any row has images."""
     placed = join_row_images(rows, batch.tokens.shape[1])

@@ -169,10 +169,7 @@ def write_items(folder: Path, rows: Iterable[Items]) -> dict[str, int]:
         return {name: file.tell() for name, file in zip(FILES, files, strict=True)}
 
 
-def _write_item(
-    item: Tree | Forest | TreeGroup | RowNote,
-    *files: BinaryIO,
-) -> dict[str, Any]:
+def _write_item(item: Tree | Forest | TreeGroup | RowNote, *files: BinaryIO) -> dict[str, Any]:
     if isinstance(item, RowNote):
         kind = "unread" if isinstance(item, Unread) else "dropped"
         return {kind: item.reason, "origin": item.origin}

@@ -244,11 +244,7 @@ SETS: dict[Benchmark, PromptSet] = {
         introduce_mmlu_pro,
     ),
     "ifeval": PromptSet(
-        "google/IFEval",
-        "train",
-        128,
-        lambda row: text(row, "prompt"),
-        list_instructions,
+        "google/IFEval", "train", 128, lambda row: text(row, "prompt"), list_instructions
     ),
     "humaneval": PromptSet("openai/openai_humaneval", "test", 164, ask_for_function),
     "mbpp": PromptSet(

@@ -84,10 +84,7 @@ class ShapeRows:
         text, answer, drawn = getattr(self, f"_{question}")(chance)
         picture = {"bytes": write_ppm(draw(drawn, self.size))}
         user = [{"type": "image", "image": picture}, {"type": "text", "text": text}]
-        messages = [
-            {"role": "user", "content": user},
-            {"role": "assistant", "content": answer},
-        ]
+        messages = [{"role": "user", "content": user}, {"role": "assistant", "content": answer}]
         return {"messages": messages, "answer": answer, "question": question}
 
     def origin(self, index: int) -> str:

@@ -24,12 +24,7 @@ Scores = list[dict[str, float | None]]
 class Rewards:
     """Reward functions of a run; `counters` counts calls and failures by function and kind."""
 
-    def __init__(
-        self,
-        functions: Sequence[RewardConfig],
-        workers: int = 2,
-        retries: int = 0,
-    ):
+    def __init__(self, functions: Sequence[RewardConfig], workers: int = 2, retries: int = 0):
         """retries: additional attempts of a call after a failure that may be temporary."""
         self.functions = list(functions)
         self.retries = retries

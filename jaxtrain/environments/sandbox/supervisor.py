@@ -134,11 +134,7 @@ def start_cells(
         start_cell(limits, namespaces, None, held, lambda: run_test(first, of_test))
         held = [program, of_program.fileno()]
         return start_cell(
-            limits,
-            namespaces,
-            folder,
-            held,
-            lambda: Program(read_text(program)).serve(of_program),
+            limits, namespaces, folder, held, lambda: Program(read_text(program)).serve(of_program)
         )
 
 

@@ -31,11 +31,7 @@ from jaxtrain.generation.frozen_policy import open_frozen
 from jaxtrain.generation.group_player import GroupPlayer, GroupRules
 from jaxtrain.generation.ray.actors import start_service
 from jaxtrain.generation.ray.ray_cluster import join
-from jaxtrain.generation.ray.remote_producer import (
-    RemoteProducer,
-    ServiceRequest,
-    SharedEngine,
-)
+from jaxtrain.generation.ray.remote_producer import RemoteProducer, ServiceRequest, SharedEngine
 
 WORKER = "jaxtrain.generation.ray.factory:open_worker"
 
@@ -91,13 +87,7 @@ def open_remote(
     service = start_service(cluster) if name is None else cluster.find(name)
     log(f"episodes are played by {ray.episode_workers} workers on Ray, {cluster.describe()}")
     return RemoteProducer(
-        service,
-        request,
-        rules,
-        engine=engine,
-        facts=facts,
-        wait_seconds=ray.wait_seconds,
-        log=log,
+        service, request, rules, engine=engine, facts=facts, wait_seconds=ray.wait_seconds, log=log
     )
 
 
@@ -128,11 +118,7 @@ class RunWorkerSetup:
 
     def report(self) -> dict[str, Any]:
         """Return counters, and what the trainer's engine must learn."""
-        counters = {
-            **self.rewards.counters,
-            **self.policies.counters(),
-            **self.envs.counters(),
-        }
+        counters = {**self.rewards.counters, **self.policies.counters(), **self.envs.counters()}
         return {"counters": counters, "reports": self.engine.reports()}
 
     def close(self) -> None:

@@ -21,12 +21,7 @@ from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.generation.episodes import RoundSlot
 from jaxtrain.generation.group_player import GroupPlayer
-from jaxtrain.generation.ray.wire import (
-    pack_all,
-    pack_error,
-    pack_failure,
-    unpack_request,
-)
+from jaxtrain.generation.ray.wire import pack_all, pack_error, pack_failure, unpack_request
 
 
 class WorkerSetup(Protocol):

@@ -107,11 +107,7 @@ class ServingFormat:
     """Format of prompts, and their longest length."""
 
     def __init__(
-        self,
-        tokenizer: Any,
-        vocab_size: int,
-        max_model_len: int,
-        image_hosts: Sequence[str] = (),
+        self, tokenizer: Any, vocab_size: int, max_model_len: int, image_hosts: Sequence[str] = ()
     ):
         """vocab_size: of the model. max_model_len: longest sequence, prompt and answer.
         image_hosts: hosts whose URLs of images are fetched."""

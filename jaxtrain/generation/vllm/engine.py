@@ -285,11 +285,7 @@ class VllmEngine:
             await asyncio.to_thread(self.servers.drop_strangers)
 
     async def _acquire_server(
-        self,
-        connection: LoopConnection,
-        session: int,
-        direct: bool,
-        failed: VllmServer | None,
+        self, connection: LoopConnection, session: int, direct: bool, failed: VllmServer | None
     ) -> VllmServer:
         """Wait for a server; RunStopped if none comes in time. direct: bypass the router. failed:
         prefer another one."""

@@ -44,10 +44,7 @@ class WorkerLink:
         """False once the worker failed to fetch a payload over connections of its own."""
         self.failures = 0
         """Failures in a row to fetch from other hosts."""
-        self.host, self.local_host = (
-            connection.getpeername()[0],
-            connection.getsockname()[0],
-        )
+        self.host, self.local_host = (connection.getpeername()[0], connection.getsockname()[0])
 
     def ask(
         self,

@@ -1,5 +1,3 @@
 """Masked diffusion."""
 
-KINDS = {
-    "diffusion": {"section": "config:DiffusionTask", "method": "method"},
-}
+KINDS = {"diffusion": {"section": "config:DiffusionTask", "method": "method"}}

@@ -1,5 +1,3 @@
 """Distillation from a teacher."""
 
-KINDS = {
-    "distillation": {"section": "config:DistillationTask", "method": "method"},
-}
+KINDS = {"distillation": {"section": "config:DistillationTask", "method": "method"}}

@@ -25,13 +25,7 @@ from jaxtrain_kernels.logp_gather.slices import Axis, local_targets
 from jaxtrain_kernels.precision import accumulator
 
 from jaxtrain.batch import Batch
-from jaxtrain.core.losses.divergence import (
-    ComparedTokens,
-    Rest,
-    add_up,
-    compare_all,
-    compare_topk,
-)
+from jaxtrain.core.losses.divergence import ComparedTokens, Rest, add_up, compare_all, compare_topk
 from jaxtrain.core.losses.logp import predictions
 from jaxtrain.core.losses.topk import MAX_LOGITS, TopK, log_softmax, take_topk
 from jaxtrain.core.losses.vocabulary import place_tokens, stored_axes, whole_head

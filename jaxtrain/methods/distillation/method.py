@@ -40,12 +40,7 @@ from jaxtrain.methods.distillation.loss import (
     Distillation,
     distillation_loss,
 )
-from jaxtrain.methods.offline import (
-    OfflineData,
-    check_packing,
-    open_images,
-    reads_same_images,
-)
+from jaxtrain.methods.offline import OfflineData, check_packing, open_images, reads_same_images
 from jaxtrain.methods.rl.advantages import AdvantageOptions
 from jaxtrain.methods.rl.batch_builder import DRAWN, BatchBuilder
 from jaxtrain.methods.rl.prompt_data import PromptData, RoundPlan
@@ -284,10 +279,7 @@ def open_server(config: Config) -> TeacherServer | None:
         return None
     assert teacher.url is not None and task.top_k is not None, "the config has both"
     return TeacherServer(
-        teacher.url,
-        task.top_k,
-        concurrency=teacher.concurrency,
-        seconds=teacher.request_seconds,
+        teacher.url, task.top_k, concurrency=teacher.concurrency, seconds=teacher.request_seconds
     )
 
 

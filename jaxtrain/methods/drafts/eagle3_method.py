@@ -24,13 +24,7 @@ from jaxtrain.methods.drafts.drafting import (
     make_draft_task,
     open_draft_data,
 )
-from jaxtrain.methods.drafts.eagle3_loss import (
-    BRANCHES,
-    COMPONENT,
-    GUESS,
-    Unroll,
-    eagle3_loss,
-)
+from jaxtrain.methods.drafts.eagle3_loss import BRANCHES, COMPONENT, GUESS, Unroll, eagle3_loss
 from jaxtrain.methods.drafts.frequency import count_trained, keep_frequent
 from jaxtrain.methods.drafts.soft_targets import SoftTargets
 from jaxtrain.models.draft import check_capture

@@ -20,12 +20,7 @@ import numpy as np
 
 from jaxtrain.batch import Batch
 from jaxtrain.core.scorer import pool
-from jaxtrain.methods.ebft.feature_matching import (
-    Pooling,
-    normalize,
-    pooling_weights,
-    rewards,
-)
+from jaxtrain.methods.ebft.feature_matching import Pooling, normalize, pooling_weights, rewards
 
 Estimator = Literal["rloo", "group_norm", "reinforce"]
 

@@ -15,12 +15,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from jaxtrain.data.chat.messages import (
-    MalformedRow,
-    select_turns,
-    split_thinking,
-    without_flags,
-)
+from jaxtrain.data.chat.messages import MalformedRow, select_turns, split_thinking, without_flags
 from jaxtrain.data.chat.rows import Row
 
 Turns = Literal["first", "last", "all"]

@@ -88,9 +88,7 @@ def make(config: Config) -> Task:
         ),
     )
     scored = StridedLossOptions(
-        data.sizes,
-        task.temperature if task.tempered_logp else 1.0,
-        train_ce=task.ce_coef > 0,
+        data.sizes, task.temperature if task.tempered_logp else 1.0, train_ce=task.ce_coef > 0
     )
     return Task(
         roles={POLICY: Role(bundle), FEATURES: features},

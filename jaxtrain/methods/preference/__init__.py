@@ -1,5 +1,3 @@
 """Preference optimization."""
 
-KINDS = {
-    "preference": {"section": "config:PreferenceTask", "method": "method"},
-}
+KINDS = {"preference": {"section": "config:PreferenceTask", "method": "method"}}

@@ -70,15 +70,7 @@ SMOOTHED = {
     "alphapo",
 }
 """Losses in which a share of wrong labels means something."""
-SHAPED = {
-    "sigmoid",
-    "hinge",
-    "ipo",
-    "robust",
-    "exo_pair",
-    "discopop",
-    "sigmoid_norm",
-}
+SHAPED = {"sigmoid", "hinge", "ipo", "robust", "exo_pair", "discopop", "sigmoid_norm"}
 """Losses of an f-divergence's scores: those of a difference between two answers. A score has an
 unknown term of the prompt, which cancels in the difference alone (2309.16240)."""
 RANKED = {"aot", "aot_unpaired"}

@@ -38,11 +38,7 @@ from jaxtrain.methods.reference_model import REFERENCE, find_reference, mixing
 from jaxtrain.models.capabilities import require_trees
 
 Section = PreferenceTask
-CONSTANTS = {
-    "kto": ("kto",),
-    "aot": ("aot",),
-    "aot_unpaired": ("aot_chosen", "aot_rejected"),
-}
+CONSTANTS = {"kto": ("kto",), "aot": ("aot",), "aot_unpaired": ("aot_chosen", "aot_rejected")}
 """Streams of values that a loss needs from other comparisons of a step."""
 
 

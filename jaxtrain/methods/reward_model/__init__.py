@@ -1,5 +1,3 @@
 """Reward models."""
 
-KINDS = {
-    "reward_model": {"section": "config:RewardModelTask", "method": "method"},
-}
+KINDS = {"reward_model": {"section": "config:RewardModelTask", "method": "method"}}

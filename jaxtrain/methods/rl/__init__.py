@@ -1,5 +1,3 @@
 """Reinforcement learning."""
 
-KINDS = {
-    "rl": {"section": "config:RLTask", "method": "method"},
-}
+KINDS = {"rl": {"section": "config:RLTask", "method": "method"}}

@@ -134,13 +134,7 @@ def policy_terms(logp_BT, entropy_BT, batch: Batch, objective: PolicyObjective):
     sums = {"pg": jnp.sum(jnp.where(mask_BT, weight_BT * loss_BT, 0.0))}
 
     metrics = describe_tokens(
-        ratio_BT,
-        advantage_BT,
-        entropy_BT,
-        mask_BT,
-        batch.owner,
-        (low, high),
-        objective,
+        ratio_BT, advantage_BT, entropy_BT, mask_BT, batch.owner, (low, high), objective
     )
     metrics |= describe_gap(old_BT - sampler_BT, importance_BT, mask_BT)
     metrics |= describe_mismatch(fixed_BT if objective.sampled_old else old_BT, sampler_BT, batch)

@@ -83,11 +83,7 @@ class RunTotals:
 
     def counters(self) -> dict[str, Any]:
         """Return the totals, dropped groups by reason, and the last packing efficiency."""
-        return {
-            **self.counts,
-            "dropped": dict(self.dropped),
-            "packing_efficiency": self.efficiency,
-        }
+        return {**self.counts, "dropped": dict(self.dropped), "packing_efficiency": self.efficiency}
 
 
 def describe_groups(

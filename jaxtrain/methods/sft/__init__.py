@@ -1,5 +1,3 @@
 """Supervised fine-tuning."""
 
-KINDS = {
-    "sft": {"section": "config:SFTTask", "method": "method"},
-}
+KINDS = {"sft": {"section": "config:SFTTask", "method": "method"}}

@@ -1,5 +1,3 @@
 """Tree training on agent trajectories."""
 
-KINDS = {
-    "tree": {"section": "config:TreeTask", "method": "method"},
-}
+KINDS = {"tree": {"section": "config:TreeTask", "method": "method"}}

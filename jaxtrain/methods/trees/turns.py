@@ -41,8 +41,7 @@ class TrainedParts:
 
 
 def make_turns(
-    parts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]],
-    trains: Sequence[bool] = (),
+    parts: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]], trains: Sequence[bool] = ()
 ) -> list[AssistantTurn]:
     """Build turns from (context since the last response, reasoning, response). trains: of each;
     empty: all do."""

@@ -253,11 +253,7 @@ class MetricsHub:
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         pipes = {"stdin": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, **pipes}
         child = subprocess.Popen(
-            command,
-            env={**os.environ, **environment},
-            stdout=subprocess.PIPE,
-            text=True,
-            **pipes,
+            command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, **pipes
         )
         self._child = child
         try:

@@ -13,13 +13,7 @@ from jaxtrain.config.secrets import HIDDEN, is_secret, redact, redact_command, r
 from jaxtrain.runs.console import format_number, format_time
 from jaxtrain.runs.dashboard.names import order_charts
 from jaxtrain.runs.dashboard.run_data import WatchedRun, list_gpus
-from jaxtrain.runs.dashboard.status import (
-    current_step,
-    facts,
-    is_warning,
-    time_passed,
-    total_steps,
-)
+from jaxtrain.runs.dashboard.status import current_step, facts, is_warning, time_passed, total_steps
 from jaxtrain.runs.plot import is_number
 from jaxtrain.runs.records import differing_keys
 from jaxtrain.runs.samples import message_text, read_messages

@@ -11,11 +11,7 @@ from jaxtrain_kernels.recurrence.hops import Hops
 
 __all__ = ["Hops", "conv_heads", "hops_of"]
 
-BACKENDS = {
-    "gpu": gpu.conv_heads,
-    "xla": xla.conv_heads,
-    "reference": reference.conv_heads,
-}
+BACKENDS = {"gpu": gpu.conv_heads, "xla": xla.conv_heads, "reference": reference.conv_heads}
 
 
 def conv_heads(

@@ -17,14 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from jaxtrain_kernels.gated_delta.gpu_windows import (
-    TILE,
-    C,
-    Chunked,
-    Links,
-    own_rows,
-    window_of,
-)
+from jaxtrain_kernels.gated_delta.gpu_windows import TILE, C, Chunked, Links, own_rows, window_of
 from jaxtrain_kernels.mosaic import plgpu, swizzled
 
 

@@ -15,12 +15,7 @@ BACKENDS = {
 
 
 def grouped_matmul(
-    x: jax.Array,
-    w: jax.Array,
-    segments: Segments,
-    *,
-    freeze_w: bool = False,
-    impl: str = "auto",
+    x: jax.Array, w: jax.Array, segments: Segments, *, freeze_w: bool = False, impl: str = "auto"
 ) -> jax.Array:
     """x[p] @ w[expert of p] for every row p; [P, F] in x's dtype, summed in float32.
 

@@ -7,12 +7,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.grouped_matmul.routing import (
-    combine,
-    gather_gates,
-    gather_in,
-    take_rows,
-)
+from jaxtrain_kernels.grouped_matmul.routing import combine, gather_gates, gather_in, take_rows
 from jaxtrain_kernels.precision import accumulator
 
 ACTIVATIONS: dict[str, Callable[[jax.Array], jax.Array]] = {

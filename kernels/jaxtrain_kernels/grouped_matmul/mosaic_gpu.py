@@ -8,13 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain_kernels.grouped_matmul import gpu
-from jaxtrain_kernels.grouped_matmul.ffn import (
-    Adapters,
-    Clamped,
-    bias_gradient,
-    compose,
-    unpacked,
-)
+from jaxtrain_kernels.grouped_matmul.ffn import Adapters, Clamped, bias_gradient, compose, unpacked
 from jaxtrain_kernels.grouped_matmul.routing import combine, gather_gates, gather_in
 from jaxtrain_kernels.mosaic import require_hopper
 
@@ -133,10 +127,7 @@ def _ffn_bwd(activation, freeze, residuals, dout):
         a, b = outer
         d_low = _product([(dout, b)], segments, transpose=True)
         pairs.append((d_low, a))
-        d_outer = (
-            _weights(hidden, [d_low], segments)[0],
-            _weights(low_down, [dout], segments)[0],
-        )
+        d_outer = (_weights(hidden, [d_low], segments)[0], _weights(low_down, [dout], segments)[0])
     config = dataclasses.replace(gpu.fitting(w_down.shape[1]), stages=3)
     if w_down.shape[1] % config.columns:  # no registers are left to tell what is new
         config = dataclasses.replace(config, columns=min(config.columns, 192))
@@ -148,10 +139,7 @@ def _ffn_bwd(activation, freeze, residuals, dout):
         a, b_gate, b_up = inner
         d_low = _product([(d_gate, b_gate), (d_up, b_up)], segments, transpose=True)
         pairs.append((d_low, a))
-        d_inner = (
-            _weights(x, [d_low], segments)[0],
-            *_weights(low_in, [d_gate, d_up], segments),
-        )
+        d_inner = (_weights(x, [d_low], segments)[0], *_weights(low_in, [d_gate, d_up], segments))
     dx = _product(pairs, segments, transpose=True)
     (d_adapters,) = pull((d_inner, d_outer))
     d_weights = (None, None, None)

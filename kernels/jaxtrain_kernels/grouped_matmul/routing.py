@@ -71,10 +71,7 @@ def route(
     index = jnp.arange(num_blocks, dtype=jnp.int32)
     group = jnp.searchsorted(block_ends, index, side="right").astype(jnp.int32)
     segments = Segments(
-        jnp.minimum(group, num_experts - 1),
-        block_ends[-1:],
-        starts,
-        block_ends * block,
+        jnp.minimum(group, num_experts - 1), block_ends[-1:], starts, block_ends * block
     )
     return Routing(segments, row_token, slot.reshape(T, k))
 

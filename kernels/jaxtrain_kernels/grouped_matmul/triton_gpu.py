@@ -151,7 +151,4 @@ def moe_ffn(x, gates, w_gate, w_up, w_down, routing, *, adapters, **options):
 def _widen(a, b):
     """Factors with a rank that the kernels take: zeros behind it."""
     missing = -a.shape[2] % WIDTH
-    return (
-        jnp.pad(a, ((0, 0), (0, 0), (0, missing))),
-        jnp.pad(b, ((0, 0), (0, missing), (0, 0))),
-    )
+    return (jnp.pad(a, ((0, 0), (0, 0), (0, missing))), jnp.pad(b, ((0, 0), (0, missing), (0, 0))))

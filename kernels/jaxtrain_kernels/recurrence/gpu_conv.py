@@ -119,10 +119,7 @@ def _transposed(back_ref, target_ref, source_ref, first_ref, w_ref, dy_ref, dx_r
 def spread(token_S, there_S, *, column_C, inside_C):
     """((tokens, columns), mask) of a tile, each [S, C]."""
     shape = (len(token_S), len(column_C))
-    index = (
-        jnp.broadcast_to(token_S[:, None], shape),
-        jnp.broadcast_to(column_C[None], shape),
-    )
+    index = (jnp.broadcast_to(token_S[:, None], shape), jnp.broadcast_to(column_C[None], shape))
     return index, there_S[:, None] & inside_C[None]
 
 

@@ -135,10 +135,7 @@ def forward(x, cos, sin, scales, heads: Heads, *, eps: float, config: Config):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     outs = [jax.ShapeDtypeStruct((M, n * H), x.dtype) for n in heads.parts]
-    scratch = [
-        swizzled((size, ROWS, H), x.dtype, heads.piece),
-        plgpu.Barrier(num_barriers=size),
-    ]
+    scratch = [swizzled((size, ROWS, H), x.dtype, heads.piece), plgpu.Barrier(num_barriers=size)]
     programs = M // ROWS * groups
     return _launch(kernel, "rotate_heads", [outs], scratch, programs, x, cos, sin, scales)[0]
 

@@ -8,10 +8,7 @@ from jaxtrain_kernels.dispatch import dispatch
 from jaxtrain_kernels.precision import accumulator
 from jaxtrain_kernels.ssd import reference, xla
 
-BACKENDS = {
-    "xla": xla.ssd,
-    "reference": reference.ssd,
-}
+BACKENDS = {"xla": xla.ssd, "reference": reference.ssd}
 
 
 def ssd(

@@ -311,10 +311,7 @@ def _scores(lhs, rhs, settings):
 def _dot(lhs, rhs, across: bool):
     """lhs @ rhs.T (`across`) or lhs @ rhs, accumulated in float32."""
     return lax.dot_general(
-        lhs,
-        rhs,
-        (((1,), (1 if across else 0,)), ((), ())),
-        preferred_element_type=jnp.float32,
+        lhs, rhs, (((1,), (1 if across else 0,)), ((), ())), preferred_element_type=jnp.float32
     )
 
 

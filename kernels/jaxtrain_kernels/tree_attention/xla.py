@@ -52,12 +52,7 @@ def attention(q, k, v, context, *, window=None, softcap=None, scale, sinks=None,
     options = Options(window, softcap, scale, block)
     q_BKGTH = q.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     out_BKGTH = _attention(
-        options,
-        q_BKGTH,
-        k.transpose(0, 2, 1, 3),
-        v.transpose(0, 2, 1, 3),
-        context,
-        sinks,
+        options, q_BKGTH, k.transpose(0, 2, 1, 3), v.transpose(0, 2, 1, 3), context, sinks
     )
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, -1)
 

@@ -10,11 +10,6 @@ def weighted_logp(
     if axis is not None:
         raise NotImplementedError("takes a whole vocabulary")
     scores = reference.logp_gather(
-        hidden,
-        head,
-        targets,
-        temperature=temperature,
-        softcap=softcap,
-        freeze_head=freeze_head,
+        hidden, head, targets, temperature=temperature, softcap=softcap, freeze_head=freeze_head
     )
     return (weights * scores.logp).sum(), scores
