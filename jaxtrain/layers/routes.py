@@ -24,6 +24,11 @@ def find_routers(stack: Stack) -> dict[str, tuple[str, Router]]:
     return routers
 
 
+def has_routers(stack: Stack) -> bool:
+    """Return True if any layer has experts, whatever the model's config says of dense ones."""
+    return any(isinstance(node, Router) for _, node in nnx.iter_graph(stack))
+
+
 def by_layer(stack: Stack, stream_BTR: jax.Array | None) -> jax.Array | None:
     """int32 [L, B, T, k] of the stream `batch.ROUTED`, -1 where routers choose; what layers without
     experts get means nothing."""

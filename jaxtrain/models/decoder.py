@@ -23,7 +23,7 @@ from jaxtrain.layers.moe import use_transport
 from jaxtrain.layers.noise import RowNoise, add_embedding_noise, set_rng_bits, token_rng_bits
 from jaxtrain.layers.norm import RMSNorm
 from jaxtrain.layers.rope import angles, place_images
-from jaxtrain.layers.routes import by_layer, flatten_routes
+from jaxtrain.layers.routes import by_layer, flatten_routes, has_routers
 from jaxtrain.layers.score import Score
 from jaxtrain.layers.stack import DecodingStates, Stack, StackInputs, StackOutput
 from jaxtrain.models.decoder_config import DecoderConfig
@@ -223,7 +223,7 @@ class Decoder(EmbeddingAndHead, CachedStack):
         self.logit_softcap = config.logit_softcap if head is None else None
         self.stored: tuple[tuple[str, str], ...] = ()
         self.carries = config.carries
-        self.experts_per_token = config.experts_per_token
+        self.experts_per_token = config.experts_per_token if has_routers(self.stack) else None
         self.noise: Any = nnx.data(None)
         # (Images, RowNoise or None) -> features [B, F, D] of images, and those for single layers.
         self.vision = None if config.vision is None else config.vision.build(config, options, rngs)

@@ -107,8 +107,14 @@ def test_the_loss_spreads_the_experts():
         assert (grad[..., 0] > 0).all() and (grad[..., 2:] < 0).all()
 
 
-def test_a_dense_model_is_left_alone():
-    model = build.init(families.config_from_hf(RAW["qwen3"]), 0)
+@pytest.mark.parametrize(
+    "raw",
+    [RAW["qwen3"], {**RAW["qwen3_moe"], "mlp_only_layers": [0, 1]}],
+    ids=["dense", "no experts"],
+)
+def test_a_dense_model_is_left_alone(raw):
+    """Also one of a family with experts whose layers are all dense."""
+    model = build.init(families.config_from_hf(raw), 0)
     batch = pack([documents(0, 11)], 12)
     plain, balanced = (
         jax.eval_shape(loss, model, batch) for loss in (nll_loss, with_balance(nll_loss, ALL))
