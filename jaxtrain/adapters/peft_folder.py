@@ -226,8 +226,8 @@ def open_peft(folder: str | os.PathLike) -> PeftFolder:
         listed = ", ".join(map(spell, strange[:4]))
         raise UserError(f"{folder / WEIGHTS}: unexpected tensors {listed}")
     check_shapes(peft)
-    first = f".{SUFFIX['a']}"
-    adapted = [name.removesuffix(first) for name in tensors if name.endswith(first)]
+    parts = [(name, f".{end}") for name in tensors for end in suffixes]
+    adapted = {name.removesuffix(end) for name, end in parts if name.endswith(end)}
     required = {f"{module}.{end}" for module in adapted for end in suffixes}
     if missing := sorted(required - set(tensors)):
         raise UserError(f"{folder / WEIGHTS}: missing tensors {', '.join(map(spell, missing[:4]))}")
@@ -251,11 +251,18 @@ def check_shapes(peft: PeftFolder) -> None:
 def check_ranks(peft: PeftFolder) -> None:
     """Raise UserError if the tensors of an adapter do not fit each other."""
     tensors, ends = peft.files.tensors, {kind: f".{end}" for kind, end in SUFFIX.items()}
+    stated = None if peft.config.get("rank_pattern") else peft.config.get("r")
     for name, down in tensors.items():
         if not name.endswith(ends["a"]):
             continue
         module = name.removesuffix(ends["a"])
         up = tensors[module + ends["b"]]
+        # The factors of experts lie in one tensor, expert after expert.
+        if stated is not None and ".experts" not in module and down.shape[0] != stated:
+            raise UserError(
+                f"{down.file}: lora_A of {spell(module)} has rank {down.shape[0]}, and {CONFIG}"
+                f" says r={stated}, by which lora_alpha is divided"
+            )
         if up.shape[1] != down.shape[0]:
             raise UserError(
                 f"{down.file}: {spell(module)} has lora_A {down.shape} and lora_B {up.shape}; their"

@@ -57,6 +57,16 @@ def test_the_folder_as_it_is_opens(tmp_path):
     assert (slot.rank, slot.alpha) == (4, 8.0)
 
 
+@pytest.mark.parametrize("part", ["lora_A", "lora_B"])
+def test_half_of_a_pair_and_another_rank_are_refused(tmp_path, part):
+    tensors = {name: value for name, value in TENSORS.items() if part not in name}
+    assert f"missing tensors {MODULE}.{part}.weight" in refuse(put(tmp_path, tensors=tensors))
+    said = refuse(put(tmp_path, {**CONFIG, "r": 8}))
+    assert f"lora_A of {MODULE} has rank 4, and adapter_config.json says r=8" in said
+    (slot,) = open_peft(put(tmp_path, {**CONFIG, "rank_pattern": {"q_proj": 4}})).modules().values()
+    assert slot.rank == 4
+
+
 WRONG = {
     "lora_alpha": [None, "16", -1, 0, True, [16], {}, float("nan"), float("inf"), 10**400],
     "r": ["8", 0, -4, 8.5, 10**9, True],
