@@ -30,12 +30,18 @@ SIZES = {
 PROMPTS = [[5, 9, 11], [7, 3, 2, 8, 1], [4, 4, 12]]
 
 
+def make_model(layers):
+    return build.init(families.config_from_hf({**SIZES, "num_hidden_layers": layers}), 3)
+
+
 @pytest.fixture(scope="module")
-def models():
-    return {
-        layers: build.init(families.config_from_hf({**SIZES, "num_hidden_layers": layers}), 3)
-        for layers in (1, 2)
-    }
+def single():
+    return make_model(1)
+
+
+@pytest.fixture(scope="module")
+def double():
+    return make_model(2)
 
 
 def answer(model, prompts=PROMPTS, ends=(), sampling=None, draws=None, rows=64, **how):
@@ -107,21 +113,21 @@ def by_hand(model, prompt, shift, steps, block, confidence="probability", thresh
         pytest.param({"shift": True, "steps": 8, "block_length": 8}, marks=pytest.mark.thorough),
     ],
 )
-def test_the_sampler_does_what_is_written_out_here(models, how):
+def test_the_sampler_does_what_is_written_out_here(double, how):
     expected = dict(how, block=how["block_length"])
     del expected["block_length"]
-    for prompt, actual in zip(PROMPTS, answer(models[2], **how), strict=True):
-        tokens, logprobs = by_hand(models[2], prompt, **expected)
+    for prompt, actual in zip(PROMPTS, answer(double, **how), strict=True):
+        tokens, logprobs = by_hand(double, prompt, **expected)
         assert actual.tokens == tokens and MASK not in tokens
         np.testing.assert_allclose(actual.logprobs, logprobs, atol=2e-5)
         assert actual.finish_reason == "length" and len(actual.versions) == LENGTH
 
 
 @pytest.mark.slow
-def test_a_cache_is_exact_where_the_rest_of_the_text_cannot_change(models):
+def test_a_cache_is_exact_where_the_rest_of_the_text_cannot_change(single):
     """In a single layer, keys and values of a token are its own: the block alone reads the same."""
     how = {"shift": True, "block_length": 4, "steps": 8}
-    exact, cached = (answer(models[1], cache=cache, **how) for cache in (False, True))
+    exact, cached = (answer(single, cache=cache, **how) for cache in (False, True))
     assert [entry.tokens for entry in exact] == [entry.tokens for entry in cached]
     for entry, second in zip(exact, cached, strict=True):
         np.testing.assert_allclose(entry.logprobs, second.logprobs, atol=2e-5)
@@ -138,41 +144,41 @@ def test_a_cache_is_exact_where_the_rest_of_the_text_cannot_change(models):
         ],
     ],
 )
-def test_a_cached_block_is_read_alone(models, monkeypatch, length, shift):
+def test_a_cached_block_is_read_alone(double, monkeypatch, length, shift):
     """The width that blocks are padded to is no part of what is read again: answers are those of a
     width that is exactly the block's."""
     how = {"shift": shift, "block_length": length, "steps": 24, "cache": True}
     sampling = {"max_new_tokens": 24}
-    padded = answer(models[2], sampling=sampling, **how)
+    padded = answer(double, sampling=sampling, **how)
     monkeypatch.setattr(diffusion_sampler, "bucket", lambda count, least: count)
-    exact = answer(models[2], sampling=sampling, **how)
+    exact = answer(double, sampling=sampling, **how)
     assert [entry.tokens for entry in padded] == [entry.tokens for entry in exact]
     for entry, second in zip(padded, exact, strict=True):
         np.testing.assert_allclose(entry.logprobs, second.logprobs, atol=2e-5)
 
 
 @pytest.mark.slow
-def test_answers_end_with_the_first_end_token(models):
-    free = answer(models[2], steps=8, block_length=2)[0].tokens
+def test_answers_end_with_the_first_end_token(double):
+    free = answer(double, steps=8, block_length=2)[0].tokens
     end = free[3]
     first = free.index(end)
-    actual = answer(models[2], ends=(end,), steps=8, block_length=2)[0]
+    actual = answer(double, ends=(end,), steps=8, block_length=2)[0]
     assert actual.tokens == free[: first + 1] and actual.finish_reason == "stop"
     assert len(actual.logprobs) == len(actual.versions) == first + 1
     words = SamplingConfig(max_new_tokens=LENGTH, stop=[f"<{end}>"])
     sampler = UnmaskingSampler(
-        models[2], (), max_len=64, how=Unmasking(MASK, steps=8, block_length=2),
+        double, (), max_len=64, how=Unmasking(MASK, steps=8, block_length=2),
         to_text=lambda tokens: "".join(f"<{t}>" for t in tokens),
     )  # fmt: skip
     assert sampler.generate(PROMPTS[:1], words)[0].tokens == free[: first + 1]
 
 
-def test_a_draw_is_its_own_whoever_shares_the_batch(models):
+def test_a_draw_is_its_own_whoever_shares_the_batch(double):
     hot = {"temperature": 1.0, "seed": 4}
 
     def draw(prompts=PROMPTS, **how):
         options = {"sampling": hot, "rows": 2, "steps": 4, **how}
-        return [entry.tokens for entry in answer(models[2], prompts, **options)]
+        return [entry.tokens for entry in answer(double, prompts, **options)]
 
     in_pairs = draw()
     assert draw(rows=1) == in_pairs
@@ -181,14 +187,14 @@ def test_a_draw_is_its_own_whoever_shares_the_batch(models):
 
 
 @pytest.mark.slow
-def test_gumbel_noise_draws_from_the_softmax(models):
+def test_gumbel_noise_draws_from_the_softmax(double):
     """Frequencies of one-token answers over many draws."""
     count = 512
     actual = answer(
-        models[2], [PROMPTS[0]] * count, sampling={"temperature": 0.7, "max_new_tokens": 1}
+        double, [PROMPTS[0]] * count, sampling={"temperature": 0.7, "max_new_tokens": 1}
     )
     drawn = np.bincount([entry.tokens[0] for entry in actual], minlength=61) / count
-    logits = np.array(read(models[2], jnp.asarray([*PROMPTS[0], MASK])))[2] / 0.7
+    logits = np.array(read(double, jnp.asarray([*PROMPTS[0], MASK])))[2] / 0.7
     logits[MASK] = -np.inf
     expected = np.exp(logits - logits.max())
     expected /= expected.sum()
@@ -197,9 +203,9 @@ def test_gumbel_noise_draws_from_the_softmax(models):
         np.testing.assert_allclose(entry.logprobs[0], np.log(expected[entry.tokens[0]]), atol=1e-4)
 
 
-def test_what_only_next_tokens_have_is_refused(models):
+def test_what_only_next_tokens_have_is_refused(double):
     with pytest.raises(UserError, match="top_k"):
-        answer(models[1], sampling={"top_k": 5})
+        answer(double, sampling={"top_k": 5})
     with pytest.raises(UserError, match="tokens"):
-        answer(models[1], [[]])
+        answer(double, [[]])
     assert dataclasses.replace(Unmasking(MASK), steps=3).passes(4, 8) == 2
