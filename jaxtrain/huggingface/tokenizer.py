@@ -84,9 +84,21 @@ def open_tokenizer(source: str) -> Any:
         )
     if not size:
         raise UserError(f"the tokenizer {source} (key model.tokenizer) has no tokens")
+    if tokenizer.chat_template is None:
+        tokenizer.chat_template = read_processor_template(source)
     check_template(tokenizer.chat_template, source)
     check_patterns(tokenizer.backend_tokenizer, source)
     return tokenizer
+
+
+def read_processor_template(source: str) -> Any:
+    """Return the chat template that the processor of a model with images has in a file of its own,
+    as older folders do; None without one."""
+    for name in ("chat_template.json", "processor_config.json"):
+        file = _find_file(source, name)
+        if file is not None and (template := read_object(file).get("chat_template")):
+            return template
+    return None
 
 
 def is_tekken(folder: Path) -> bool:
@@ -249,12 +261,12 @@ def find_differences(tokenizer: Any) -> str | None:
     return None
 
 
-def _find_file(source: str) -> Path | None:
+def _find_file(source: str, name: str = "tokenizer.json") -> Path | None:
     if Path(source).is_dir():
-        file = Path(source) / "tokenizer.json"
+        file = Path(source) / name
         return file if file.is_file() else None
     try:
-        cached = try_to_load_from_cache(source, "tokenizer.json")
+        cached = try_to_load_from_cache(source, name)
     except HFValidationError:
         return None
     return Path(cached) if isinstance(cached, str) else None

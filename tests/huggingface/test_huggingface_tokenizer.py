@@ -110,6 +110,18 @@ def test_added_tokens_that_the_model_has_no_rows_for_are_text():
     assert remove_tokens_beyond(tokenizer, rows) == []
 
 
+@pytest.mark.parametrize("name", ["chat_template.json", "processor_config.json"])
+def test_the_template_of_a_processor_is_read_where_the_tokenizer_has_none(folder, name):
+    template = load_tokenizer("builtin").chat_template
+    put(folder, "tokenizer_config.json", {k: v for k, v in CONFIG.items() if k != "chat_template"})
+    assert load_tokenizer(str(folder)).chat_template is None
+    put(folder, name, {"chat_template": template, "image_seq_len": 64})
+    assert load_tokenizer(str(folder)).chat_template == template
+    put(folder, name, {"chat_template": 5})
+    with pytest.raises(UserError, match="chat_template is a number, 5"):
+        load_tokenizer(str(folder))
+
+
 def test_no_code_of_a_folder_is_run(folder):
     put(
         folder, "tokenizer_config.json", {**CONFIG, "auto_map": {"AutoTokenizer": ["mine.T", None]}}
