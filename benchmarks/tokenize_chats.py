@@ -19,7 +19,7 @@ from jaxtrain.data.chat.tokenize import RowTokenizer
 
 def read_chats(file: Path) -> list[dict[str, Any]]:
     """Return rows with messages; those with question and answer become such."""
-    rows = map(json.loads, file.read_text("utf-8").splitlines())
+    rows = map(json.loads, file.read_bytes().splitlines())
     return [
         row
         if "messages" in row

@@ -84,7 +84,7 @@ def test_a_wheel_brings_all_that_it_needs(tmp_path):
         return done.stdout
 
     assert [line.split()[0] for line in run("init").splitlines()] == list(list_recipes())
-    assert '"max_steps": 220' in run("quickstart", "--print-config")
+    assert '"max_steps": 200' in run("quickstart", "--print-config")
     where = "import jaxtrain, jaxtrain_kernels as k, jaxtrain_vllm as v; print(jaxtrain, k, v)"
     command = [sys.executable, "-P", "-c", where]
     env = os.environ | {"PYTHONPATH": str(site)}

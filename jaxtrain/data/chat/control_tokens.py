@@ -60,6 +60,7 @@ class Encoder:
         self._spelled = re.compile("|".join(map(re.escape, self._order)) or r"(?!)")
         self._beginnings = {text[:end] for text in self._order for end in range(1, len(text))}
         self._initials = {text[0] for text in self._order}
+        self._initial = re.compile("|".join(map(re.escape, sorted(self._initials))) or r"(?!)")
         self._longest = max(map(len, self._order), default=0)
         self._apart: dict[str, bool] = {}
         self._plain: tuple[Tokenizer, dict[str, str], dict[int, int]] | None = None
@@ -79,8 +80,9 @@ class Encoder:
         default a number that does not occur in them.
         """
         texts = list(_texts(value))
-        count = sum(map(self.count, texts))
-        if self.special_tokens == "control" or not (count or any(map(self._begins, texts))):
+        suspects = [text for text in texts if self._initial.search(text)]
+        count = sum(map(self.count, suspects))
+        if self.special_tokens == "control" or not (count or any(map(self._begins, suspects))):
             return Protected(value, "", count)
         number = 0o4736251734
         while not mark and any(f"9{number:o}" in text for text in texts):

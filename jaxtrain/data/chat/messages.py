@@ -480,6 +480,8 @@ def check_values(value: Any, unchecked: Sequence[str] = ()) -> None:
             size += len(entry)
             if not entry.isascii() and has_surrogates(entry):
                 raise MalformedRow("a text with half a surrogate pair")
+        elif isinstance(entry, dict) and not unchecked:
+            pending += [*entry, *entry.values()]
         elif isinstance(entry, Mapping):
             pending += [*entry, *(entry[key] for key in entry if key not in unchecked)]
         elif isinstance(entry, list | tuple):

@@ -280,7 +280,7 @@ class Renderer:
         parts = {i: (messages[i]["content"], listed) for i, listed in (spans or {}).items()}
         (messages, tools, kwargs), mark, count = self.encoder.protect((messages, tools, kwargs))
         first, *later = self.render(messages, tools, trained, mark, kwargs, parts)
-        return [dataclasses.replace(first, controls=count), *later]
+        return [Rendering(first.tokens, first.author, count), *later]
 
     def render(
         self,
