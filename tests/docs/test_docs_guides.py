@@ -17,7 +17,7 @@ import make_guides as guides
 SIZES = {"vocab_size": 512, "max_position_embeddings": 512, "eos_token_id": 1, "pad_token_id": 0}
 WIDE = {
     **dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 64),
-    **dict.fromkeys(("head_dim", "kv_lora_rank", "v_head_dim"), 64),
+    **dict.fromkeys(("head_dim", "kv_lora_rank", "q_lora_rank", "v_head_dim"), 64),
 }
 """Widths of models in 4 bits, whose blocks have 64 inputs."""
 LENGTHS = ["data.sequence_len=256", "data.num_workers=0"]
