@@ -52,6 +52,10 @@ UNREAD_SECONDS = 86_400.0
 """Time that a result stays if it is not read."""
 
 
+class SetAside(UserError):
+    """Too many servers have ended while they brought a model back."""
+
+
 class ModelQueue:
     """Model with its requests; its methods run in the event loop."""
 
@@ -59,6 +63,8 @@ class ModelQueue:
         self.operations, self.journal, self.thread = operations, journal, thread
         self.broken = ""
         """Reason why the model cannot be opened; empty: it can."""
+        self._set_aside = False
+        """True if it is tried again once its file of servers that have ended is removed."""
         records = []
         try:
             records = journal.read()
@@ -95,8 +101,18 @@ class ModelQueue:
 
     def check(self) -> None:
         """Raise RequestRefused for a model that cannot be opened."""
+        if self._set_aside and not (self.operations.folder / OPENING).exists():
+            self._try_again()
         if self.broken:
             raise RequestRefused(409, f"the model cannot be opened: {self.broken}", "model_id")
+
+    def _try_again(self) -> None:
+        """Run what waits again, as a restart of the server does: the log has no results of it."""
+        self.broken, self._set_aside = "", False
+        for entry in self.waiting.values():
+            entry.result, entry.done = None, asyncio.Event()
+        self.next_seq = max(self._order, default=-1) + 1
+        self.start()
 
     async def submit(self, seq_id: Any, operation: str, payload: bytes) -> Entry:
         """Accept a request; the same one again is the same entry. RequestRefused."""
@@ -160,6 +176,7 @@ class ModelQueue:
             # What _open has printed; a later server may succeed, so the log is left as it is.
             except Exception as error:
                 self.broken = f"{type(error).__name__}: {error}"
+                self._set_aside = isinstance(error, SetAside)
                 for waiting in self.waiting.values():
                     waiting.end(self._lost())
             self.next_seq = entry.seq_id + 1
@@ -210,11 +227,11 @@ class ModelQueue:
             raise
 
     def _count_servers(self) -> None:
-        """Count this server among those that may end in a replay; UserError if too many have."""
+        """Count this server among those that may end in a replay; SetAside if too many have."""
         file = self.operations.folder / OPENING
         ended = int(file.read_text()) if file.exists() else 0
         if ended >= MAX_RESTARTS:
-            raise UserError(
+            raise SetAside(
                 f"{ended} servers ended while they brought {self.operations.model_id} back (the"
                 " system may have killed them for memory); it is left closed, and other models go"
                 f" on. To try again, say on a larger machine, remove {file}"

@@ -80,11 +80,20 @@ class TrainingApi:
         self.sessions: set[str] = set()
         self.sampling: dict[str, str | None] = {}
         """Paths by the id of a sampling session; None: the base."""
-        for header, _ in self.journal.read():
+        records = self.journal.read()
+        remaining = [
+            r for r in records if "session" in r.header or self._is_saved(r.header["path"])
+        ]
+        for header, _ in remaining:
             if "session" in header:
                 self.sessions.add(header["session"])
-            elif self._is_saved(header["path"]):
+            else:
                 self.sampling[header["sampling"]] = header["path"]
+        if len(remaining) < len(records):
+            try:
+                self.journal.rewrite(remaining)
+            except OSError as error:  # a full disk: the longer log says the same
+                print(f"{self.journal.path} cannot be shortened: {error}", file=sys.stderr)
         self.models: dict[str, ModelQueue] = {}
         self.samples: dict[str, Entry] = {}
         self._samples_seen: deque[tuple[float, Entry]] = deque()

@@ -193,6 +193,29 @@ def test_a_model_that_ends_every_server_while_it_is_brought_back_is_set_aside(
     assert f"remove {counted}" in capsys.readouterr().err and len(counts) == 2
 
 
+def test_a_model_set_aside_is_tried_again_once_its_file_is_removed(tmp_path, thread, monkeypatch):
+    """Without a restart; what waited is run, too."""
+    monkeypatch.setattr(model_queue, "MAX_RESTARTS", 2)
+    counted = tmp_path / model_queue.OPENING
+
+    async def run():
+        queue = open_queue(tmp_path, thread)
+        counted.write_text("2")
+        queue.start()
+        entry = await queue.submit(0, "create_model", b"1")
+        await asyncio.wait_for(entry.done.wait(), 10)
+        assert "2 servers ended" in entry.result.message
+        with pytest.raises(RequestRefused, match="2 servers ended"):
+            await queue.submit(1, "forward_backward", b"3")
+        counted.unlink()
+        await answer(queue, 1, "forward_backward")
+        assert json.loads(entry.result.body) == {"total": 0} and not queue.waiting
+        await queue.close()
+        return queue.operations.runs
+
+    assert asyncio.run(run()) == ["create_model", "forward_backward"]
+
+
 def test_a_full_disk_does_not_keep_a_model_closed(tmp_path, thread, monkeypatch, capsys):
     def fail(*args):
         raise OSError(28, "no space left")

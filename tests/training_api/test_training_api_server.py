@@ -14,6 +14,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.models.parameters import split_model
 from jaxtrain.training_api import model_queue, routes, weights_store, wire
+from jaxtrain.training_api.journal import Journal, Record
 from jaxtrain.training_api.weights_store import WeightsStore
 
 DATA = as_data(draw_documents(3))
@@ -284,6 +285,20 @@ def test_weights_with_a_time_to_live_are_deleted_after_it(server, base, monkeypa
     server.api._forget_samplers()
     assert session not in server.api.sampling
     server.ask("weights_info", {"tinker_path": forever})
+
+
+def test_a_server_drops_the_records_of_samplers_whose_weights_are_gone(base, tmp_path):
+    records = [
+        Record({"session": "s"}),
+        Record({"sampling": "s:sample:0", "path": None}),
+        Record({"sampling": "s:sample:1", "path": "tinker://s:train:0/sampler_weights/gone"}),
+    ]
+    journal = Journal(tmp_path / "sessions.log")
+    journal.append(*records)
+    server = Server(tmp_path, base)
+    server.stop()
+    assert journal.read() == records[:2]
+    assert server.api.sampling == {"s:sample:0": None} and server.api.sessions == {"s"}
 
 
 def test_weights_that_are_loaded_drop_waiting_gradients_and_say_so(server, alone):
