@@ -126,7 +126,10 @@ def show_one(
         ("", "so short a step waits for launches" if step_estimate.seconds < SHORT else ""),
     ]
     print_pairs(f"estimate for {mesh.devices} x {device.name} (docs/scale.md)", pairs, console)
-    console.print("counted is the trained model's step: no rollouts, no other models")
+    console.print(
+        "counted is the trained model's step: no rollouts, no other models nor their copies from"
+        " the host"
+    )
 
 
 def describe_parts(step_estimate: Estimate) -> str:

@@ -151,3 +151,13 @@ def test_devices_by_name():
         assert find_device(unknown) is None, unknown
     assert peak_flops("NVIDIA L40", "bfloat16", None) == 181e12
     assert peak_flops("NVIDIA L4", "bfloat16", None) == 121e12
+
+
+def test_inputs_of_blocks_that_wait_on_the_host_take_time_there_and_back():
+    rows = StepRows(8192, 2, microsteps=3)
+    full, offload = make_work(remat="full"), make_work(remat="offload")
+    before, after = (estimate(work, sizes(), rows, H200) for work in (full, offload))
+    copied = 2 * 3 * (2 * 8192) * 32 * 4096 * 2 / 64e9
+    assert after.seconds - before.seconds == pytest.approx(copied)
+    assert after.parts["copies to the host"] == pytest.approx(copied)
+    assert "copies to the host" not in estimate(offload, sizes(), rows, DEVICES["v5e"]).parts

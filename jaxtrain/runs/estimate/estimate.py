@@ -88,6 +88,7 @@ def estimate(
             for name, seconds in travel_seconds(work, mesh, rows, device).items()
         },
         "unpacking": unpack_seconds(work, device) * rows.microsteps,
+        "copies to the host": host_seconds(work, mesh, rows, device) * rows.microsteps,
         "gradients of replicas": replica_seconds(work, mesh, device),
         "optimizer": optimizer_seconds(work, mesh, device),
     }
@@ -158,6 +159,16 @@ def unpack_seconds(work: StepWork, device: Device) -> float:
         if array.unpacked
     )
     return 3.0 * moved / (MEMORY_SHARE * device.memory_gbs * 1e9)
+
+
+def host_seconds(work: StepWork, mesh: Sizes, rows: StepRows, device: Device) -> float:
+    """Seconds of inputs of blocks that go to the host and come back; as for all that travels, as if
+    nothing hid them. 0 where the way there is not described."""
+    if work.remat != "offload" or not device.pcie_gbs:
+        return 0.0
+    tokens = rows.rows * rows.tokens / mesh.shape["context"]
+    states = 2.0 * tokens * work.layers * work.hidden / mesh.shape["tensor"]
+    return 2.0 * states / (device.pcie_gbs * 1e9)
 
 
 def replica_seconds(work: StepWork, mesh: Sizes, device: Device) -> float:
