@@ -255,6 +255,7 @@ WORKS: dict[str, Work] = {
     "tiny-docs": Work(lambda: documents([100, 30, 60, 17]), 256),
     "tiny-doc": one_document(64),
     "tiny-doc16": one_document(16),
+    "doc512": one_document(512),
     **{f"doc{n}k": one_document(1024 * n) for n in (2, 4, 8, 16, 128, 1024)},
     "tree2k": Work(lambda: agent_tree(10, 165, 35), 2048),
     "tree8k": Work(lambda: agent_tree(20, 330, 70), 7936),

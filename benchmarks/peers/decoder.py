@@ -67,7 +67,7 @@ class Block(nn.Module):
     def __init__(self, raw: dict):
         super().__init__()
         self.heads, self.kv_heads = raw["num_attention_heads"], raw["num_key_value_heads"]
-        self.size = raw["head_dim"]
+        self.size = raw.get("head_dim") or raw["hidden_size"] // self.heads
         width, ffn = raw["hidden_size"], raw["intermediate_size"]
         std, eps = raw["initializer_range"], raw["rms_norm_eps"]
         self.attention_norm, self.mlp_norm = Norm(width, eps), Norm(width, eps)
