@@ -219,6 +219,7 @@ class Model:
             max_batch=max_batch,
             to_text=self.tokenizer.decode,
             tokenizer=self.tokenizer,
+            mesh=self.mesh,
         )
 
     def _ids(self, text: Text, index: int) -> np.ndarray:

@@ -3,6 +3,7 @@
 Heavy imports happen inside the verb that needs them, so `--help` and mistakes answer at once.
 """
 
+import importlib.util
 import io
 import os
 import sys
@@ -17,6 +18,11 @@ from jaxtrain.cli import VERBS
 from jaxtrain.errors import RunStopped, UserError, explain_memory, is_out_of_memory
 from jaxtrain.text_safety import escape_control_chars, show
 
+NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
+"""XLA would try kernels of its own for each matmul; this leaves cuBLAS. On an H200 that was as fast
+or a few percent faster in all that was timed (docs/kernels.md), and sooner compiled: products in
+FP8 take 17 s in the place of more than 170."""
+
 
 def main(argv: list[str]) -> int:
     """Run one command line; returns the exit code (2: a mistake that the user can fix)."""
@@ -26,6 +32,7 @@ def main(argv: list[str]) -> int:
             stream.reconfigure(errors="backslashreplace")
     # transformers would warn about a missing PyTorch, which nothing here needs.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    leave_matmuls()
     verb, rest = "train", argv
     if argv and not argv[0].startswith("-") and "=" not in argv[0]:
         verb, rest = argv[0], argv[1:]
@@ -62,6 +69,14 @@ def main(argv: list[str]) -> int:
         return 130
     except BrokenPipeError:
         return 0
+
+
+def leave_matmuls() -> None:
+    """Set XLA's flag NO_TRITON for this process, before jax reads it, and those that it starts."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    on_tpu = importlib.util.find_spec("libtpu") is not None  # which knows other flags
+    if "xla_gpu_enable_triton_gemm" not in flags and not on_tpu:
+        os.environ["XLA_FLAGS"] = f"{flags} {NO_TRITON}".strip()
 
 
 def print_version() -> int:

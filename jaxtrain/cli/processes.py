@@ -1,17 +1,11 @@
 """Shared by the verbs with a config: their options, and work on all processes of a run."""
 
 import argparse
-import importlib.util
 import os
 from collections.abc import Callable, Sequence
 
 from jaxtrain.arguments import Parser
 from jaxtrain.errors import RunStopped, UserError
-
-NO_TRITON = "--xla_gpu_enable_triton_gemm=false"
-"""XLA would try kernels of its own for each matmul; this leaves cuBLAS. On an H200 that was as fast
-or a few percent faster in all that was timed (docs/kernels.md), and sooner compiled: products in
-FP8 take 17 s in the place of more than 170."""
 
 
 def settle_before_jax(config):
@@ -20,10 +14,6 @@ def settle_before_jax(config):
     from jaxtrain.distributed.gpus import leave_gpus
 
     leave_gpus(config)
-    flags = os.environ.get("XLA_FLAGS", "")
-    on_tpu = importlib.util.find_spec("libtpu") is not None  # which knows other flags
-    if "xla_gpu_enable_triton_gemm" not in flags and not on_tpu:
-        os.environ["XLA_FLAGS"] = f"{flags} {NO_TRITON}".strip()
     return config
 
 

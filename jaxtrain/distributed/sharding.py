@@ -13,7 +13,7 @@ every shard_map read this table.
 import functools
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -106,6 +106,41 @@ def constrain(x: jax.Array, *names: str | None) -> jax.Array:
     if mesh.empty or mesh.size == 1:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(names, x.shape, mesh))
+
+
+class StateProgram:
+    """A jitted function that takes its own results again, such as a step of sampling.
+
+    A program is compiled anew for arguments whose shardings are written otherwise. jax.jit alone
+    would compile one for the state that a loop begins with, which has no mesh's sharding, and one
+    for the state that the program returns. Here all results on a mesh of one device have the same.
+    """
+
+    def __init__(self, function: Callable[..., Any], **options: Any) -> None:
+        """options: of jax.jit."""
+        self._function, self._options = function, options
+        self._plain = jax.jit(function, **options)
+        self._programs: dict[Mesh, Any] = {}
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        """Run the program of the mesh in use."""
+        mesh = jax.sharding.get_mesh()
+        if mesh.empty or mesh.size > 1:
+            return self._plain(*arguments, **keywords)
+        if mesh not in self._programs:
+            whole = NamedSharding(mesh, PartitionSpec())
+            self._programs[mesh] = jax.jit(self._function, out_shardings=whole, **self._options)
+        return self._programs[mesh](*arguments, **keywords)
+
+    def count(self) -> int:
+        """Return how many programs jax holds of it."""
+        return sum(program._cache_size() for program in (self._plain, *self._programs.values()))
+
+
+def state_program(**options: Any) -> Callable[[Callable[..., Any]], StateProgram]:
+    """Return a decorator that makes a StateProgram. options: of jax.jit."""
+    return functools.partial(StateProgram, **options)
 
 
 def gathered(weight: nnx.Variable, dtype: jax.typing.DTypeLike | None = None) -> jax.Array:

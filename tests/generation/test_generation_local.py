@@ -187,18 +187,31 @@ def test_truncation_against_numpy(top_k, top_p, min_p):
         np.testing.assert_array_equal(values[sorted(actual)], row[sorted(actual)])
 
 
+def test_state_that_begins_and_state_that_goes_on_share_programs(model):
+    """Prompts of more calls than one, inserted more often than once."""
+    from jaxtrain.generation.local import prefill, slots
+
+    programs = prefill.empty_prompts, prefill.fill, slots.empty_rows, slots.insert
+    mesh = make_mesh(jax.devices()[:1])
+    sampler = LocalSampler(model, eos_ids=(), max_len=64, max_batch=8, mesh=mesh)
+    before = [program.count() for program in programs]
+    prompts = [[1 + i, 2, 3] * (1 + i % 3) for i in range(24)]
+    sampler.generate(prompts, Sampling(max_new_tokens=3))
+    assert [program.count() for program in programs] == [count + 1 for count in before]
+
+
 def test_few_compilations_and_new_weights(model):
     from jaxtrain.generation.local import prefill, slots
 
     sampler = LocalSampler(model, eos_ids=(), max_len=128)
     sampling = Sampling(max_new_tokens=30, temperature=0.8, top_k=9)
     before = sampler.generate(PROMPTS, sampling)
-    compiled = prefill.fill._cache_size(), slots.decode_chunk._cache_size()
+    compiled = prefill.fill.count(), slots.decode_chunk.count()
     sampler.use(build.init(families.config_from_hf(RAW), 1))
     after = sampler.generate(
         [[4] * 20, [3] * 17, [8]], Sampling(max_new_tokens=25, temperature=0.5, top_k=4)
     )
-    assert (prefill.fill._cache_size(), slots.decode_chunk._cache_size()) == compiled
+    assert (prefill.fill.count(), slots.decode_chunk.count()) == compiled
     assert [a.tokens for a in before] != [a.tokens for a in after]
 
 

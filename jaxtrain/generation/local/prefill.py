@@ -13,7 +13,6 @@ Shapes: U prompts of a block, C tokens of a chunk, S slots of a cache, V vocab, 
 L tokens of the longest prompt, P patches of a prompt.
 """
 
-import functools
 import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from jaxtrain_kernels import Context
 from jaxtrain.batch import IMAGE_SLOT, Batch, Images, RouteShape
 from jaxtrain.data.packing.pack import ImagePacker
 from jaxtrain.data.packing.tree import Image, PlacedImages
+from jaxtrain.distributed.sharding import state_program
 from jaxtrain.layers.embed import SeenImages
 
 MAX_PATCHES = 1 << 15
@@ -160,7 +160,7 @@ class PrefillCall(NamedTuple):
     """[U, C, E] experts of the tokens, if recorded."""
 
 
-@functools.partial(jax.jit, static_argnames=("U", "S"))
+@state_program(static_argnames=("U", "S"))
 def empty_prompts(model: Any, *, U: int, S: int) -> FilledPrompts:
     """Return U rows of S slots that have read nothing."""
     V, D = model.head().shape
@@ -180,7 +180,7 @@ def see(model: Any, images: Images, slot_UL: jax.Array) -> SeenImages:
     return model.see(batch, Context(until_UL, None, index_UL, index_UL))
 
 
-@functools.partial(jax.jit, static_argnames=("routes",), donate_argnames=("filled",))
+@state_program(static_argnames=("routes",), donate_argnames=("filled",))
 def fill(
     model: Any,
     filled: FilledPrompts,
@@ -223,7 +223,7 @@ def fill(
     return filled, None if routes is None else read.routed.astype(routes.dtype)
 
 
-@functools.partial(jax.jit, donate_argnames=("filled",))
+@state_program(donate_argnames=("filled",))
 def resume(
     model: Any,
     filled: FilledPrompts,

@@ -9,7 +9,6 @@ any beginning of their tokens. Those of recurrent layers and of rings of a windo
 they serve prompts that continue all of their tokens.
 """
 
-import functools
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.distributed.sharding import state_program
 from jaxtrain.generation.local.prefill import StoredPrefix
 from jaxtrain.layers.mixer import Tokenwise
 
@@ -95,19 +95,19 @@ class PrefixCache:
         return next(iter(self._tokens))
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "slots"))
+@state_program(static_argnames=("rows", "slots"))
 def empty_cache(model: Any, *, rows: int, slots: int) -> Any:
     """Return the model's empty cache."""
     return model.init_cache(rows, slots)
 
 
-@functools.partial(jax.jit, static_argnames=("rows", "slots"))
+@state_program(static_argnames=("rows", "slots"))
 def grow_cache(model: Any, cache: Any, *, rows: int, slots: int) -> Any:
     """Return the cache with more slots."""
     return model.grow_cache(cache, rows, slots)
 
 
-@functools.partial(jax.jit, donate_argnames=("stored",))
+@state_program(donate_argnames=("stored",))
 def copy_row(model: Any, stored: Any, target: jax.Array, cache: Any, row: jax.Array) -> Any:
     """Return `stored` with row `row` of another cache as its row `target`; both int32 []."""
     return model.insert(stored, target[None], cache, row[None])

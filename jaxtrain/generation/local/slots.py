@@ -7,7 +7,6 @@
 Shapes: B rows, U prompts, R rows to fill, S slots of a row, C tokens of a chunk, V vocab.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -15,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.batch import RouteShape
+from jaxtrain.distributed.sharding import state_program
 from jaxtrain.generation.local.prefill import FilledPrompts
 from jaxtrain.generation.local.token_sampling import DrawKind, DrawParameters, sample
 from jaxtrain.layers.mixer import SharedSlots
@@ -90,7 +90,7 @@ def unstack(model: Any) -> Any:
     return model.unstack()
 
 
-@functools.partial(jax.jit, static_argnames=("B", "S", "E"))
+@state_program(static_argnames=("B", "S", "E"))
 def empty_rows(model: Any, *, B: int, S: int, E: int) -> SamplerRows:
     """Return B idle rows of S slots."""
     zeros_B, no_B = jnp.zeros(B, jnp.int32), jnp.zeros(B, jnp.float32)
@@ -109,7 +109,7 @@ def empty_rows(model: Any, *, B: int, S: int, E: int) -> SamplerRows:
     )
 
 
-@functools.partial(jax.jit, static_argnames=("B", "S", "E"))
+@state_program(static_argnames=("B", "S", "E"))
 def grow(model: Any, rows: SamplerRows, *, B: int, S: int, E: int) -> SamplerRows:
     """Return the rows with more rows, slots or ends; none may shrink."""
     extra = B - rows.token.shape[0]
@@ -136,14 +136,14 @@ def grow(model: Any, rows: SamplerRows, *, B: int, S: int, E: int) -> SamplerRow
     )
 
 
-@jax.jit
+@state_program()
 def keep(rows: SamplerRows, index_R: jax.Array) -> SamplerRows:
     """Return some of the rows, in this order; all arrays of a model's state are [B, ...]."""
     remaining = jax.tree.map(lambda x: x[index_R], rows)
     return remaining._replace(shared=elect(remaining.shared, len(rows.token)))
 
 
-@functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("rows",))
+@state_program(static_argnames=("kind",), donate_argnames=("rows",))
 def insert(
     model: Any, rows: SamplerRows, filled: FilledPrompts, entry: RowInsert, kind: DrawKind
 ) -> SamplerRows:
@@ -201,7 +201,7 @@ def elect(shared: SharedSlots, B: int) -> SharedSlots:
     return SharedSlots(jnp.where(there_R, first_B[shared.leader], own_R), shared.until)
 
 
-@functools.partial(jax.jit, static_argnames=("kind", "routes"), donate_argnames=("rows",))
+@state_program(static_argnames=("kind", "routes"), donate_argnames=("rows",))
 def decode_chunk(
     model: Any,
     rows: SamplerRows,

@@ -11,12 +11,12 @@ almost equally probable, the answers may diverge, unless the target is exact.)
 Shapes: B rows, K guesses, T = K + 1 tokens of a cycle, N cycles and C tokens of a chunk.
 """
 
-import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.distributed.sharding import state_program
 from jaxtrain.generation.local.slots import ChunkEnd, SamplerRows, draw_tokens
 from jaxtrain.generation.local.token_sampling import DrawKind, DrawParameters
 from jaxtrain.layers.mixer import SharedSlots
@@ -132,7 +132,7 @@ class SpeculativeChunk(NamedTuple):
     """int32 [B, N]: 1 + accepted guesses of each cycle; 0 where the row took no part."""
 
 
-@functools.partial(jax.jit, static_argnames=("kind",), donate_argnames=("rows",))
+@state_program(static_argnames=("kind",), donate_argnames=("rows",))
 def speculate_chunk(
     model: DraftedModel, rows: SamplerRows, stop_B: jax.Array, over: ChunkEnd, kind: DrawKind
 ) -> tuple[SamplerRows, SpeculativeChunk]:
