@@ -259,7 +259,8 @@ def append_line(path: str | Path, row: dict) -> None:
 def read_lines(path: Path) -> list[dict]:
     """Return the complete lines of a file of JSON lines; [] if it does not exist yet."""
     text = path.read_text().rpartition("\n")[0] if path.exists() else ""
-    return [json.loads(line) for line in text.splitlines()]
+    # Strings may hold U+2028, at which splitlines cuts.
+    return [json.loads(line) for line in text.split("\n") if line]
 
 
 def shorten(reason: object, length: int = 300) -> str:
