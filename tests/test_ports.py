@@ -22,6 +22,7 @@ PICKLES_ALLOWED = {
     "jaxtrain/environments/rewards/score.py": "the name of an error alone",
     "jaxtrain/environments/rewards/pool.py": "a socket pair to a worker of this process",
     "jaxtrain/environments/rewards/worker.py": "its other end",
+    "jaxtrain/generation/sglang/tensors.py": "opcodes of pickles that it writes; reads none",
     "jaxtrain/huggingface/chat_template.py": "requests to a worker of this process; no replies",
     "jaxtrain/huggingface/template_worker.py": "its other end",
     "jaxtrain/huggingface/torch_files.py": "an unpickler that builds tensors alone",

@@ -10,7 +10,7 @@ from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.sources.calculator import CalculatorRows
 from jaxtrain.environments.factory import open_env
 from jaxtrain.environments.guarded import open_guarded
-from jaxtrain.errors import UserError
+from jaxtrain.errors import UnusableRow, UserError
 from jaxtrain.generation.engine import Completion, EpisodeFailed
 from jaxtrain.generation.evaluation.eval_sets import list_turns
 
@@ -132,7 +132,10 @@ def test_raw_texts_are_continued_as_they_are(tokenizer):
 
 @pytest.mark.parametrize("row", [{"statement": "x"}, {"prompt": ""}, {"prompt": []}, {"prompt": 3}])
 def test_a_row_without_a_prompt_is_named(tokenizer, row):
-    with pytest.raises(UserError, match="env.prompt_column"):
+    """A row with an empty one is unusable by itself; a column that is absent is a wrong key."""
+    empty = row.get("prompt") in ("", [])
+    expected = (UnusableRow, "its prompt is empty") if empty else (UserError, "env.prompt_column")
+    with pytest.raises(expected[0], match=expected[1]):
         play(open_env(EnvConfig(), tokenizer), row, None)
 
 
