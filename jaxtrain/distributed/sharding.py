@@ -125,20 +125,23 @@ class StateProgram:
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
         """Run the program of the mesh in use."""
+        return self._find_program()(*arguments, **keywords)
+
+    def trace(self, *arguments: Any, **keywords: Any) -> Any:
+        """Trace the program of the mesh in use, as a function of jax.jit does."""
+        return self._find_program().trace(*arguments, **keywords)
+
+    def _find_program(self) -> Any:
         try:
             mesh = jax.sharding.get_mesh()
-        except ValueError:  # within another program, whose results have their shardings from it
-            return self._plain(*arguments, **keywords)
+        except ValueError:  # within the trace of another program, which decides on shardings
+            return self._plain
         if mesh.empty or mesh.size > 1:
-            return self._plain(*arguments, **keywords)
+            return self._plain
         if mesh not in self._programs:
             whole = NamedSharding(mesh, PartitionSpec())
             self._programs[mesh] = jax.jit(self._function, out_shardings=whole, **self._options)
-        return self._programs[mesh](*arguments, **keywords)
-
-    def trace(self, *arguments: Any, **keywords: Any) -> Any:
-        """Trace it as jax.jit does, for shapes."""
-        return self._plain.trace(*arguments, **keywords)
+        return self._programs[mesh]
 
     def count(self) -> int:
         """Return how many programs jax holds of it."""

@@ -183,7 +183,7 @@ def test_three_rounds_read_prompts_with_two_programs_and_draw_with_two(models):
     """Short and long prompts share them, also once there are more than at first; the answers are
     those of a full forward pass."""
     programs = (prefill.fill, slots.insert, slots.decode_chunk)
-    before = [program._cache_size() for program in programs]
+    before = [program.count() for program in programs]
     sampler = LocalSampler(models[0], (), max_len=500, max_batch=24)
     rng = np.random.default_rng(0)
     rounds = [[3, 190, 7], [5, 250, 1, 64, 65, 11, 130, *[9] * 20], [30, 1, 200, *[70] * 9]]
@@ -195,7 +195,7 @@ def test_three_rounds_read_prompts_with_two_programs_and_draw_with_two(models):
             text[0, : len(prompt) + 12] = [*prompt, *answer.tokens]
             logits = np.asarray(next_logits(models[0], text))[0, len(prompt) - 1 :][:12]
             assert answer.tokens == logits.argmax(-1).tolist()
-    compiled = [program._cache_size() for program in programs]
+    compiled = [program.count() for program in programs]
     # Two blocks of prompts, and two sizes of rows: for few requests and for all.
     fills, inserts, decodes = np.subtract(compiled, before).tolist()
     assert fills == 2 and decodes == 2 and inserts <= 4
