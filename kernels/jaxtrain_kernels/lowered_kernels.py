@@ -1,16 +1,18 @@
 """Mosaic kernels lowered once: for a process, and on disk beside jax's compiled programs.
 
 jax lowers every call of a Mosaic GPU kernel again, in Python: a quarter of a second for each of a
-step's dozen. What it makes is a function of the kernel's jaxpr, the shapes around it and jax's
-version, so it is kept under a hash of these. On disk, it lies in `mosaic/` of jax's compilation
-cache, for processes after this one.
+step's dozen. What it makes is a function of the kernel's jaxpr, the shapes around it, the GPU's
+architecture and jax's version, so it is kept under a hash of these. On disk, it lies in `mosaic/`
+of jax's compilation cache, for processes after this one.
 
-A hash covers every parameter of every operation. An object that `Describer` does not know stops
-it, and that kernel is lowered as always. Debug locations and a counter of kernels are left out:
-jax's own key of a program, which covers its kernels' text, depends neither on where a package is
-installed nor on what the process lowered before, and XLA compiles equal kernels once.
+A hash covers every parameter of every operation. An object that `Describer` does not know, such as
+a function of another package, stops it, and that kernel is lowered as always. Debug locations and a
+counter of kernels are left out: jax's own key of a program, which covers its kernels' text, depends
+neither on where a package is installed nor on what the process lowered before, and XLA compiles
+equal kernels once.
 """
 
+import contextlib
 import dataclasses
 import enum
 import functools
@@ -32,6 +34,8 @@ from jax.extend import core
 NAME = "mosaic_gpu.dump_basename"
 """Attribute of a module that ends in the number of kernels that the process lowered before."""
 MAX_DEPTH = 200
+PACKAGES = frozenset({"jax", "jaxlib", __package__})
+"""Packages whose functions `describe_process` covers, with all that they call."""
 PLAIN = frozenset({type(None), bool, int, float, complex, str, bytes})
 
 
@@ -140,9 +144,13 @@ class Describer:
         self.add(*treedef.children())
 
     def _add_function(self, function: types.FunctionType) -> None:
-        """A function of Python: its name, file and what it closes over."""
-        self._text(f"function {function.__module__}.{function.__qualname__}")
-        self._text(hash_file(function.__code__.co_filename))
+        """A function of Python: its name and what it closes over."""
+        name = f"{function.__module__}.{function.__qualname__}"
+        if name.partition(".")[0] not in PACKAGES:  # what it calls may have changed since
+            raise UnknownObjectError(f"the function {name}")
+        code = function.__code__  # lambdas of one function share a name, perhaps a line
+        self._text(f"function {name} {code.co_firstlineno}")
+        self.add(code.co_code, code.co_names, [c for c in code.co_consts if type(c) in PLAIN])
         self.add(function.__defaults__, function.__kwdefaults__)
         try:
             self.add([cell.cell_contents for cell in function.__closure__ or ()])
@@ -185,29 +193,36 @@ def repr_of_process(value: object) -> str:
 
 
 @functools.cache
-def hash_file(name: str) -> str:
-    """Return the hash of a source file. Raises UnknownObjectError if it is not readable."""
-    try:
-        return hashlib.sha256(Path(name).read_bytes()).hexdigest()
-    except OSError as error:
-        raise UnknownObjectError(name) from error
-
-
-@functools.cache
 def describe_process() -> tuple[str, ...]:
-    """Return what every kernel of a process depends on: versions, sources, switches."""
+    """Return what every kernel of a process depends on: versions and this package's sources."""
     sources = sorted(Path(__file__).parent.rglob("*.py"))
+    hashes = [hashlib.sha256(source.read_bytes()).hexdigest() for source in sources]
+    return (jax.__version__, jaxlib.__version__, *hashes)
+
+
+def describe_target(jax_mesh: Any) -> tuple[Any, ...]:
+    """Return what jax asks of devices and switches while it lowers. jax_mesh: of a shard_map."""
+    from jax.experimental.mosaic.gpu import core as gpu
+    from jax.experimental.mosaic.gpu import utils
+
+    # jax itself sets those that say where a package is installed.
     switches = [f"{k}={v}" for k, v in sorted(os.environ.items()) if k.startswith("MOSAIC_GPU")]
-    versions = [jax.__version__, jaxlib.__version__]
-    return (*versions, *(hash_file(str(source)) for source in sources), *switches)
+    switches = [s for s in switches if not s.partition("=")[0].endswith(("_ROOT", "_PATH"))]
+    target = (utils._infer_arch(), jax.config.jax_enable_x64, *switches)
+    if jax_mesh is None:
+        return target
+    target += (jax_mesh.axis_names, tuple(jax_mesh.shape.values()))
+    if jax_mesh.size == 1:
+        return target
+    # How a kernel reaches other GPUs, for which it has a parameter even if it never does.
+    alone = gpu.is_single_process_multi_device_topology() or not gpu.is_nvshmem_available()
+    return (*target, alone, gpu._is_known_multihost_mesh(jax_mesh))
 
 
 def hash_kernel(mesh, jax_mesh, *others: Any) -> str:
     """Return the key of a kernel, from what is lowered. Raises UnknownObjectError."""
     describer = Describer()
-    describer.add(describe_process(), mesh, *others)
-    if jax_mesh is not None:
-        describer.add(jax_mesh.axis_names, tuple(jax_mesh.shape.values()))
+    describer.add(describe_process(), describe_target(jax_mesh), mesh, *others)
     return describer.hexdigest()
 
 
@@ -216,11 +231,14 @@ def keep_lowered(lowering: Any) -> None:
     name = "lower_unpipelined_jaxpr_to_module"
     lower = getattr(lowering, name)
     modules: dict[str, bytes] = {}
+    describe_process()  # now, since sources may change while a process runs
 
     @functools.wraps(lower)
     def lower_once(*arguments, **options):
+        # A traceback gives locations in the source, which are left out.
+        others = {name: options[name] for name in options if name != "outer_traceback"}
         try:
-            key = hash_kernel(*arguments)
+            key = hash_kernel(*arguments, others)
         except (UnknownObjectError, TypeError, AttributeError):  # the last two: no such object yet
             return lower(*arguments, **options)
         if key not in modules:
@@ -244,9 +262,11 @@ def write_result(result: Any) -> bytes:
     """Return a lowered kernel as bytes: a line of JSON and its module in MLIR's bytecode."""
     from jaxlib.mlir import ir, passmanager
 
-    facts = {"grid": result.grid, "block": result.block}
+    # Sizes may be numbers of numpy, which JSON does not take.
+    facts: dict[str, Any] = {n: [*map(int, getattr(result, n))] for n in ("grid", "block")}
     for name in ("new_out_shapes", "gmem_scratch_shapes"):
-        facts[name] = [[list(s.shape), jnp.dtype(s.dtype).name] for s in getattr(result, name)]
+        shapes = getattr(result, name)
+        facts[name] = [[[int(n) for n in s.shape], jnp.dtype(s.dtype).name] for s in shapes]
     operation = result.module.operation
     with operation.context:
         passmanager.PassManager.parse("builtin.module(strip-debuginfo)").run(operation)
@@ -274,7 +294,7 @@ def read_result(data: bytes, result: type) -> Any:
 def find_file(key: str) -> Path | None:
     """Return the file of a kernel beside jax's compiled programs, or None if none are kept."""
     folder = jax.config.jax_compilation_cache_dir
-    if not folder or "://" in folder:
+    if not folder or "://" in folder or not jax.config.jax_enable_compilation_cache:
         return None
     return Path(folder) / "mosaic" / key
 
@@ -290,10 +310,13 @@ def read_sealed(path: Path) -> bytes | None:
 
 def write_sealed(path: Path, data: bytes) -> None:
     """Write a file whole, behind the hash of its contents; not at all where that fails."""
+    file = None
     try:
         path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
             file.write(hashlib.sha256(data).hexdigest().encode() + b"\n" + data)
         os.replace(file.name, path)
-    except OSError:
-        return  # costs the next process time, not this one its work
+    except OSError:  # costs the next process time, not this one its work
+        with contextlib.suppress(OSError):
+            if file is not None:
+                os.unlink(file.name)

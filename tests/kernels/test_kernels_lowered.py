@@ -106,13 +106,23 @@ def test_descriptions_tell_functions_apart():
         def function(x, y=default):
             return x + y + number
 
+        function.__module__ = "jaxtrain_kernels.mosaic"
         return function
+
+    def foreign(x):
+        return x
 
     assert describe(make(1)) == describe(make(1))
     assert len({describe(f) for f in (make(1), make(2), make(1, 2), make(1.0), make(True))}) == 5
     assert describe(functools.partial(make(1), 3)) != describe(functools.partial(make(1), 4))
+    pair = make(lambda: 1), make(lambda: 2)
+    for function in pair:
+        function.__closure__[0].cell_contents.__module__ = "jaxtrain_kernels.mosaic"
+    assert describe(pair[0]) != describe(pair[1])
     assert describe((1, (2,))) != describe(((1, 2),)) != describe((1, 2))
     assert describe({"a": "b c"}) != describe({"a b": "c"})
+    with pytest.raises(UnknownObjectError, match="foreign"):
+        describe(foreign)  # what it calls may have changed since
     with pytest.raises(UnknownObjectError):
         describe(make(object()))
     with pytest.raises(UnknownObjectError):
@@ -142,3 +152,44 @@ def test_folder_that_takes_no_file_costs_nothing(start_process, tmp_path, monkey
     monkeypatch.setattr(lowered_kernels, "find_file", lambda key: tmp_path / "file" / key)
     names = start_process()
     assert "tree_attention_fwd" in lower() and names
+
+
+def test_file_that_cannot_be_moved_leaves_nothing(tmp_path):
+    (tmp_path / "key" / "in the way").mkdir(parents=True)
+    lowered_kernels.write_sealed(tmp_path / "key", b"data")
+    assert [path.name for path in tmp_path.iterdir()] == ["key"]
+
+
+def test_keys_depend_on_the_target(monkeypatch, tmp_path):
+    """The GPU's architecture, how many hosts a mesh has, options of a call; not a package's
+    path."""
+    from jax.experimental.mosaic.gpu import core, utils
+
+    mesh = jax.sharding.AbstractMesh((2,), ("x",))
+
+    def hash_all(**options):
+        return lowered_kernels.hash_kernel(None, mesh, options)
+
+    monkeypatch.setattr(core, "is_nvshmem_available", lambda: False)
+    first = hash_all()
+    monkeypatch.setenv("MOSAIC_GPU_CUDA_ROOT", str(tmp_path))
+    assert hash_all() == first != hash_all(fast=True)
+    with monkeypatch.context() as patch:
+        patch.setattr(utils, "_infer_arch", lambda: (10, 0))
+        assert hash_all() != first
+    with monkeypatch.context() as patch:
+        patch.setattr(core, "_is_known_multihost_mesh", lambda mesh: True)
+        assert hash_all() != first
+    with jax.enable_x64(True):
+        assert hash_all() != first
+    monkeypatch.setenv("MOSAIC_GPU_DUMP_PTX", "1")
+    assert hash_all() != first
+
+
+def test_files_are_kept_where_jax_keeps_programs(tmp_path):
+    from jax._src import config
+
+    with config.compilation_cache_dir(str(tmp_path)):
+        assert lowered_kernels.find_file("key") == tmp_path / "mosaic" / "key"
+        with config.enable_compilation_cache(False):
+            assert lowered_kernels.find_file("key") is None
