@@ -75,7 +75,8 @@ def leave_matmuls() -> None:
     """Set XLA's flag NO_TRITON for this process, before jax reads it, and those that it starts."""
     flags = os.environ.get("XLA_FLAGS", "")
     on_tpu = importlib.util.find_spec("libtpu") is not None  # which knows other flags
-    if "xla_gpu_enable_triton_gemm" not in flags and not on_tpu:
+    names_file = flags.strip()[:1] not in ("", "-")  # XLA reads its flags there
+    if "xla_gpu_enable_triton_gemm" not in flags and not on_tpu and not names_file:
         os.environ["XLA_FLAGS"] = f"{flags} {NO_TRITON}".strip()
 
 

@@ -373,6 +373,7 @@ def test_a_run_in_a_folder_with_any_name(config, tmp_path, name, capsys):
         ("--xla_a=1", None, f"--xla_a=1 {NO_TRITON}"),
         ("--xla_gpu_enable_triton_gemm=true", None, "--xla_gpu_enable_triton_gemm=true"),
         ("--xla_a=1", "libtpu", "--xla_a=1"),
+        ("flags.txt", None, "flags.txt"),
     ],
 )
 def test_matmuls_are_left_to_cublas_where_there_may_be_one(monkeypatch, flags, package, remaining):
