@@ -80,6 +80,11 @@ def list_words(work: str, model: Path, data: Path, folder: Path, small: bool) ->
         overrides |= {"rewards": "[]", "sampling": "{}"} if kind == "sft" else {}
     if small:
         overrides |= {"data.sequence_len": 256, "data.micro_batch_size": 1}
+        if kind == "grpo":
+            overrides |= {"rollout.prompts_per_step": 2, "rollout.group_size": 2}
+            overrides |= {"sampling.max_new_tokens": 8}
+        if work in EVALUATED:
+            overrides |= {"eval.sets.0.max_rows": 3, "eval.sets.0.max_new_tokens": 8}
     words = ["--config", str(REAL / f"{kind}_smollm2.toml")]
     return words + [f"{key}={value}" for key, value in overrides.items()]
 
