@@ -215,6 +215,15 @@ def test_a_name_that_leads_nowhere_is_said_before_the_run(name, message):
         open_rewards([RewardConfig(function=name)])
 
 
+def test_a_worker_starts_with_little():
+    """A run waits for its first answers' rewards, and imports would be most of that."""
+    code = "import sys, jaxtrain.environments.rewards.worker; print(*sys.modules)"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout
+    modules = set(output.split())
+    assert "jaxtrain.environments.rewards.worker" in modules
+    assert not modules & {"jax", "numpy", "pydantic", "jaxtrain.config"}
+
+
 @pytest.mark.slow
 def test_a_hanging_worker_ends_with_its_parent(tmp_path):
     path = tmp_path / "forever.py"
