@@ -1,10 +1,13 @@
 """Which parts of a row train, and columns that are written from others."""
 
+from pathlib import Path
+
 import pytest
 from pydantic import ValidationError
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.rows import Row
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.preferences import RankedReader
 
@@ -139,6 +142,31 @@ def test_an_answer_continues_the_turn_that_its_prompt_begins(tokenizer, as_messa
     rows = RowTokenizer(DatasetConfig(path="x"), tokenizer, 512, "drop")
     [dropped] = rows({"prompt": BEGUN, "completion": [thought]}, "x")
     assert "the prompt ends in a turn that its answer cannot continue" in dropped.reason
+
+
+def test_what_a_prompt_says_of_the_turn_that_it_begins(tokenizer):
+    """Flags and spans of the beginning hold where all tokens train."""
+    question, begun = BEGUN
+    for mark in ({"train": False}, {"train_detail": [{**SPAN, "train": False}]}):
+        row = {"prompt": [question, {**begun, **mark}], "completion": " 4."}
+        text = read(tokenizer, row, train_on="all")
+        assert "⟧It is⟦ 4.<|im_end|>" in text and text.startswith("<|im_start|>⟦user")
+
+
+SPAN = {"begin_offset": 0, "end_offset": 4}
+
+
+@pytest.mark.parametrize("begun", ["It is ", "It is"])
+def test_the_beginning_of_a_turn_is_the_models_input(begun):
+    """It trains nowhere, not the empty thought either that Qwen3's template writes before it, and
+    its tokens do not merge with those of the answer, which are drawn behind it."""
+    qwen = load_tokenizer("builtin", str(Path(__file__).with_name("qwen3.jinja")))
+    prompt = [BEGUN[0], {"role": "assistant", "content": begun}]
+    text = read(qwen, {"prompt": prompt, "completion": "four."})
+    assert text.endswith(f"</think>\n\n{begun}⟦four.{END}⟧\n") and text.count("⟦") == 1
+    texts = pair(qwen, {"prompt": prompt, "chosen": "four.", "rejected": "five."})
+    assert texts[0].endswith(f"</think>\n\n{begun}")
+    assert texts[1:] == (f"⟦four.{END}⟧", f"⟦five.{END}⟧")
 
 
 def test_columns_are_written_from_others(tokenizer):

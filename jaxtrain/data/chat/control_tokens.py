@@ -23,6 +23,7 @@ import numpy as np
 from tokenizers import AddedToken, Tokenizer
 
 from jaxtrain.errors import UserError
+from jaxtrain.huggingface.chat_template import TemplateFailed
 from jaxtrain.text_safety import show
 
 SpecialTokens = Literal["text", "control"]
@@ -169,6 +170,31 @@ class Encoder:
             return start + end
         return start
 
+    def locate(
+        self, text: str, mark: str, turn: tuple[int, int], content: str, spans: Spans
+    ) -> Spans:
+        """Return spans of a message's content as characters of `text`, which a template wrote; one
+        that starts before the content starts with the turn. Raises TemplateFailed if the turn, from
+        character to character, does not hold the content."""
+
+        def protect(part: str) -> str:
+            if not mark:
+                return part
+            # A mark behind the end of a text stands for nothing in it.
+            return self.protect(part, mark).value.removesuffix(f"{mark}0000{mark}")
+
+        begin = text.rfind(protect(content.strip()), *turn)
+        if begin < 0:
+            raise TemplateFailed("chat template: a text that trains in part is changed")
+        lead = len(content) - len(content.lstrip())
+
+        def find(cut: int) -> int:
+            # Texts lose what stands around them.
+            shown = begin + len(protect(content[lead : max(cut, lead)]))
+            return turn[0] if cut < 0 else min(shown, turn[1])
+
+        return [(find(start), find(end)) for start, end in spans]
+
     @property
     def contents_ids(self) -> set[int]:
         """Ids of the control tokens."""
@@ -301,31 +327,18 @@ class EncodedText:
             raise _retokenized(self.encoder, head)
         return count + len(head)
 
-    def mask(self, author: np.ndarray, turn: tuple[int, int], content: str, spans: Spans) -> bool:
-        """Set `author` [n] to MASKED for the tokens that spans of a message's text touch; False if
-        the turn, from character to character, does not hold that text."""
+    def mask(self, author: np.ndarray, spans: Spans) -> None:
+        """Set `author` [n] to MASKED for the tokens that spans of `text` touch."""
 
         def border(cut: int, step: int) -> int:
             while True:
                 try:
-                    return self.find(min(max(cut, turn[0]), turn[1]))
+                    return self.find(cut)
                 except RetokenizationError:
                     cut += step
 
-        def protect(text: str) -> str:
-            if not self.mark:
-                return text
-            # A mark behind the end of a text stands for nothing in it.
-            marked = self.encoder.protect(text, self.mark).value
-            return marked.removesuffix(f"{self.mark}0000{self.mark}")
-
-        shown = protect(content.strip())
-        begin = self.text.rfind(shown, *turn)
-        lead = len(content) - len(content.lstrip())
         for start, end in spans:
-            before, until = (protect(content[lead : max(cut, lead)]) for cut in (start, end))
-            author[border(begin + len(before), -1) : border(begin + len(until), 1)] = MASKED
-        return begin >= 0
+            author[border(start, -1) : border(end, 1)] = MASKED
 
 
 def _retokenized(encoder: Encoder, head: list[int]) -> RetokenizationError:

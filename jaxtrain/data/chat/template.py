@@ -83,13 +83,12 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     from jaxtrain.huggingface.generation import read_ends
 
     location = str(BUILTIN) if name_or_path == "builtin" else os.fspath(name_or_path)
-    folder = Path(location)
-    if folder.exists() and not (folder / "tokenizer_config.json").exists():
-        if not any((folder / name).exists() for name in ("tokenizer.json", "tekken.json")):
-            raise UserError(
-                f"no tokenizer in {location}: expected tokenizer.json and tokenizer_config.json, or"
-                ' tekken.json (key model.tokenizer; "builtin" is the one shipped here)'
-            )
+    folder, names = Path(location), ("tokenizer_config.json", "tokenizer.json", "tekken.json")
+    if folder.exists() and not any((folder / name).exists() for name in names):
+        raise UserError(
+            f"no tokenizer in {location}: expected tokenizer.json and tokenizer_config.json, or"
+            ' tekken.json (key model.tokenizer; "builtin" is the one shipped here)'
+        )
     if not folder.exists() and (location.startswith((".", "/", "~")) or location.count("/") > 1):
         raise UserError(f"tokenizer folder {location} does not exist (key model.tokenizer)")
     tokenizer = open_tokenizer(location)
@@ -154,7 +153,6 @@ PROBES: tuple[list[dict[str, Any]], ...] = (
     ],
 )
 """Turns of an assistant behind a question, an answer and a call, each with what may follow it."""
-
 
 _TURN_ENDS: "weakref.WeakKeyDictionary[Any, tuple[Any, TurnEnds]]" = weakref.WeakKeyDictionary()
 
@@ -328,10 +326,8 @@ class Renderer:
         pending = [turn for turn in turns if turn is not None]
         if trained and not pending:
             raise TemplateFailed("chat template: nothing precedes the only turn that trains")
-        if pending and pending[-1].index == len(messages) - 1:
-            text = pending[-1].done
-        else:
-            text = conversation.render(len(messages))
+        ends = pending and pending[-1].index == len(messages) - 1
+        text = pending[-1].done if ends else conversation.render(len(messages))
         located = []
         while True:
             shown = [turn for turn in pending if text.startswith(turn.done)]
@@ -387,14 +383,18 @@ class Renderer:
     ) -> Rendering:
         """Encode a text and mark the tokens of its turns."""
         cuts = [turn.start for turn in turns if messages[turn.index]["role"] == "assistant"]
-        encoded = EncodedText(self.encoder, text, mark, cuts, encoded_pieces)
+        masked = []
+        for turn in (turn for turn in turns if turn.index in spans):
+            content, listed = spans[turn.index]
+            parts = self.encoder.locate(text, mark, (turn.start, turn.end), content, listed)
+            masked += parts
+            # The beginning of a continued turn is the model's input.
+            cuts += [end for (_, end), (start, _) in zip(parts, listed, strict=True) if start < 0]
+        encoded = EncodedText(self.encoder, text, mark, sorted(cuts), encoded_pieces)
         author = np.full(len(encoded.tokens), -1, np.int32)
         for turn in turns:
             author[encoded.find(turn.start) : encoded.find(turn.end)] = turn.index
-            if turn.index in spans:
-                content, listed = spans[turn.index]
-                if not encoded.mask(author, (turn.start, turn.end), content, listed):
-                    raise TemplateFailed("chat template: a text with train_detail is changed")
+        encoded.mask(author, masked)
         return Rendering(np.asarray(encoded.tokens, np.int32), author)
 
 
@@ -410,7 +410,7 @@ class _Conversation:
     final_eos: str
 
     def render(self, count: int, generation: bool = False, *further: Message) -> str:
-        """Render the first `count` messages and then `more`."""
+        """Render the first `count` messages and then `further`."""
         messages = [*self.messages[:count], *further]
         text = render_text(self.tokenizer, messages, self.tools, generation, self.kwargs)
         return text if generation else text.removesuffix(self.final_eos)

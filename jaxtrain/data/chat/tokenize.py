@@ -298,10 +298,13 @@ def continue_turn(
     if "tool_calls" in opening or any("reasoning_content" in turn for turn in (opening, *turns)):
         raise MalformedRow("the prompt ends in a turn that its answer cannot continue")
     begun = opening["content"]
-    context = {"begin_offset": 0, "end_offset": len(begun) - 1, "train": False}
+    # From before the text on: templates may write an empty thought there (Qwen3).
+    context = {"begin_offset": -1, "end_offset": len(begun) - 1, "train": False}
+    trains = train_all and opening.get("train") is not False
+    before = opening.get("train_detail", []) if trains else [context] if begun else []
     continued = []
     for turn, answer in zip(turns, answers, strict=True):
-        spans = [] if train_all or not begun else [context]
+        spans = [*before]
         for span in turn.get("train_detail", ()):
             offsets = {name: span[name] + len(begun) for name in OFFSETS}
             spans.append({**span, **offsets})
