@@ -59,7 +59,7 @@ def run_generate(argv: list[str]) -> None:
     parser.add_argument(
         "--drop-malformed",
         action="store_true",
-        help="leave out rows of --input that hold no prompt, and say how many",
+        help="leave out rows of --input without a prompt that the model can read, and say how many",
     )
     parser.add_argument("--raw", action="store_true", help="no chat template: continue the text")
     parser.add_argument(
@@ -208,17 +208,11 @@ def answer_requests(
         tokens = [read_ids(r["prompt"], size, r["shown"]).tolist() for r in requests]
     else:
         with progress.phase("tokenizing"):
-            tokens = [
-                writer.tokenize(
-                    request["prompt"],
-                    request.get("tools"),
-                    request.get("chat_template_kwargs"),
-                    request["origin"],
-                )
-                for request in requests
-            ]
-    placed = [find_images(*pair) for pair in zip(requests, tokens, strict=True)]
+            tokens = tokenize_requests(writer, requests, args.drop_malformed)
+    pairs = zip(requests, tokens, strict=True)
+    placed = [None if ids is None else find_images(request, ids) for request, ids in pairs]
     pending = range(len(requests)) if file is None else file.pending
+    pending = [index for index in pending if tokens[index] is not None]
     if file is not None and file.answers:
         print(f"{len(file.answers)} answers are in {file.part}; {len(pending)} are left")
 
@@ -261,13 +255,34 @@ def answer_requests(
             file.finish()
         print(f"{len(file.answers)} answers in {args.output}")
         return
-    for index, answer in enumerate(answers):
+    for index, answer in zip(pending, answers, strict=True):
         if answer is None:
             continue
         keys, request = describe(index, answer), requests[index]
         text = f">>> {request['shown']}\n{keys.get('completion', keys)}\n"
         text = json.dumps({**request["row"], **keys}) if args.ids else text
         print(escape_control_chars(text))
+
+
+def tokenize_requests(
+    writer: AnswerWriter, requests: list[dict[str, Any]], drops: bool
+) -> list[list[int] | None]:
+    """Return the tokens of each request; None for those that the chat template cannot write, if
+    it `drops` them."""
+    tokens, reasons = [], []
+    for request in requests:
+        keys = ("prompt", "tools", "chat_template_kwargs", "origin")
+        try:
+            tokens.append(writer.tokenize(*map(request.get, keys)))
+        except UserError as error:
+            if not drops:
+                raise
+            tokens.append(None)
+            reasons.append(str(error))
+    if reasons:
+        line = f"{len(reasons):,} of {len(requests):,} prompts left out; the first: {reasons[0]}"
+        print(escape_control_chars(line), file=sys.stderr)
+    return tokens
 
 
 def write_records(

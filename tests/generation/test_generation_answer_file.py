@@ -191,6 +191,28 @@ def test_servers_answer_and_an_interrupted_command_goes_on(tmp_path, capsys, mon
         fake.kill()
 
 
+@pytest.mark.slow
+def test_prompts_that_the_template_refuses_are_left_out(tmp_path, capsys):
+    fake = FakeVllm()
+    source, out, template = (tmp_path / name for name in ("in.jsonl", "out.jsonl", "t.jinja"))
+    builtin = load_tokenizer("builtin").chat_template
+    check = "{% if messages[0].content == 'no' %}{{ raise_exception('it says no') }}{% endif %}"
+    template.write_text(check + builtin)
+    source.write_text('{"prompt": "no"}\n{"prompt": ""}\n{"prompt": "yes"}\n')
+    command = ["generate", "builtin", "model.tokenizer=builtin", "--servers", fake.url]
+    command += ["--input", str(source), "--output", str(out), "sampling.max_new_tokens=4"]
+    command += [f"model.chat_template={template}"]
+    try:
+        assert main([*command, "--drop-malformed"]) == 0
+    finally:
+        fake.kill()
+    captured = capsys.readouterr().err
+    assert "1 of 3 rows left out; the first: " in captured and "line 2" in captured
+    assert "1 of 2 prompts left out; the first: " in captured and "it says no" in captured
+    [line] = lines(out)
+    assert line["prompt"] == "yes" and line["completion"]
+
+
 def test_a_server_that_does_not_answer_is_named_by_its_option():
     urls = ["http://127.0.0.1:1"]
     with pytest.raises(UserError, match=r"^--servers: none answered within 0.1 s: "):
