@@ -174,6 +174,8 @@ class ServerSpeaker:
                         # Other fields are comments, with which servers keep connections open.
                         if field == "data" and data.strip() not in ("", "[DONE]"):
                             yield self._read(data)
+        except UserError:
+            raise
         except (aiohttp.ClientError, OSError, ValueError) as error:
             raise UserError(f"chat: {self.url} does not answer: {error}") from None
 

@@ -300,6 +300,8 @@ def remove_tokens_beyond(tokenizer: Any, rows: int) -> list[str]:
     """Remove the added tokens with ids from `rows` on, which the model has no embeddings for, and
     return them: texts that spell them are text. Gemma 3's models of text alone name the token of
     images so. Nothing is removed if other tokens, bos or eos are beyond."""
+    if max(tokenizer.added_tokens_decoder, default=0) < rows:
+        return []  # the state below is megabytes, which take a second
     state = json.loads(tokenizer.backend_tokenizer.to_str())
     beyond = [token for token in state["added_tokens"] if token["id"] >= rows]
     needed = {tokenizer.bos_token, tokenizer.eos_token}.intersection(t["content"] for t in beyond)

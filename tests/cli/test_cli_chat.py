@@ -52,7 +52,8 @@ def test_what_is_wrong_is_one_line(server, monkeypatch, capsys, tmp_path):
     ]
     for (lines, key), words in cases:
         assert talk(server, monkeypatch, *lines, key=key) == 2
-        assert words in capsys.readouterr().err
+        captured = capsys.readouterr().err
+        assert words in captured and "does not answer" not in captured
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi."))
     assert main(["chat", "http://127.0.0.1:1/v1"]) == 2
     assert "does not answer" in capsys.readouterr().err

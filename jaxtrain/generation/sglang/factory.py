@@ -195,8 +195,8 @@ class WholePublisher(LoraPublisher):
             server.updating = False
 
     def _send_tensors(self, server: VllmServer, name: str, deadline: Deadline) -> None:
-        """Send all tensors of a version. The last request alone names the version, so that a server
-        with a part of them has none."""
+        """Send all tensors of a version. The last request alone names it, so that no server with a
+        part of them has its name."""
         info = server.call("GET", "/get_server_info", timeout=deadline.left(self.step_seconds))
         ranks = info.get("tp_size") if isinstance(info, dict) else None
         if not isinstance(ranks, int) or ranks < 1:
