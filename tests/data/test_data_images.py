@@ -268,12 +268,20 @@ def test_dead_addresses_of_a_host_share_the_time_of_a_fetch(monkeypatch):
             client = stack.enter_context(socket.socket())
             client.setblocking(False)
             client.connect_ex(full.getsockname())
-        place = (socket.AF_INET, socket.SOCK_STREAM, 6, "", full.getsockname())
-        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: [place] * 20)
+        stream = (socket.AF_INET, socket.SOCK_STREAM, 6, "")
+        places = [(*stream, full.getsockname())] * 20
+        monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: places)
         start = time.monotonic()
         with pytest.raises(MalformedRow, match="it takes more than 0.4 seconds"):
             fetch.fetch("http://some.example/a.png", ("some.example",))
         assert time.monotonic() - start < 2
+        # A dead one does not keep a living one behind it from its turn.
+        monkeypatch.setattr(fetch, "SECONDS", 2.0)
+        with ThreadingHTTPServer(("127.0.0.1", 0), Pictures) as server:
+            threading.Thread(target=server.serve_forever, daemon=True).start()
+            places[1:] = [(999, *stream[1:], ()), (*stream, server.server_address)]
+            assert fetch.fetch("http://some.example/wide.png", ("some.example",))
+            server.shutdown()
 
 
 def test_without_the_format_images_are_refused_by_name(folder, tokenizer):

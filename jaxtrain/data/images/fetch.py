@@ -33,7 +33,7 @@ def fetch(url: str, hosts: tuple[str, ...]) -> bytes:
             data = reply.read(MAX_BYTES + 1)
     except (OSError, ValueError, http.client.HTTPException) as error:
         reason = getattr(error, "reason", None) or error
-        if deadline.over:
+        if deadline.over or isinstance(reason, TimeoutError):
             reason = f"it takes more than {SECONDS:g} seconds"
         raise MalformedRow(f"an image cannot be fetched: {reason}") from None
     finally:
@@ -111,20 +111,25 @@ class _Connection(http.client.HTTPConnection):
         self.deadline.watch(self.sock)
 
     def _dial(self, address: tuple[str, int], *_: Any) -> socket.socket:
-        """Connect to the first address of a host that answers, within the time that is left: given
-        it whole, socket.create_connection would spend it on every dead address."""
+        """Connect to the first address of a host that answers. Each gets an equal share of the time
+        that is left: socket.create_connection would spend all of it on every dead address."""
         failure = OSError("the host has no address")
-        for family, kind, protocol, _, place in socket.getaddrinfo(*address, 0, socket.SOCK_STREAM):
-            connection = socket.socket(family, kind, protocol)
-            connection.settimeout(self.deadline.seconds)
+        places = socket.getaddrinfo(*address, 0, socket.SOCK_STREAM)
+        for number, (family, kind, protocol, _, place) in enumerate(places):
             try:
+                connection = socket.socket(family, kind, protocol)
+            except OSError as error:  # a host without IPv6
+                failure = error
+                continue
+            try:
+                connection.settimeout(self.deadline.seconds / (len(places) - number))
                 connection.connect(place)
-                return connection
             except OSError as error:
                 connection.close()
                 failure = error
-            if self.deadline.over:
-                break
+            else:
+                connection.settimeout(self.deadline.seconds)
+                return connection
         raise failure
 
 
