@@ -138,6 +138,9 @@ def test_an_answer_continues_the_turn_that_its_prompt_begins(tokenizer, as_messa
     assert text.count("⟧") == 1 and "It is 4.<|im_end|>" in text
     texts = pair(tokenizer, {"prompt": BEGUN, "chosen": say(" 4."), "rejected": say(" 5.")})
     assert texts == (f"{head}It is", f"⟦ 4.{END}⟧", f"⟦ 5.{END}⟧")
+    reader = RankedReader(DatasetConfig(path="x"), tokenizer, 512, "drop", "pairs")
+    [empty] = reader({"prompt": BEGUN, "chosen": say(" 4."), "rejected": say("")}, "x")
+    assert "empty answer" in empty.reason
     thought = {"role": "assistant", "content": "4", "reasoning_content": "t"}
     rows = RowTokenizer(DatasetConfig(path="x"), tokenizer, 512, "drop")
     [dropped] = rows({"prompt": BEGUN, "completion": [thought]}, "x")

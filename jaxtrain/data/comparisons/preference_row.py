@@ -269,6 +269,8 @@ class PreferenceRowReader:
             for answer in answers
         ]
         if isinstance(prompt, list):
+            if not all(any(map(_says, answer)) for answer in after):
+                raise MalformedRow("empty answer")  # the beginning of a turn is none
             before, after = continue_turn(prompt, after)  # type: ignore[arg-type]
         before, after = _split(before, after, bool(text_prompt))  # type: ignore[arg-type]
         for answer in after:
