@@ -212,7 +212,9 @@ async def read_pieces(
         choices = chunk.get("choices")
         for choice in choices if isinstance(choices, list) else ():
             parts = choice.get("delta") or choice.get("message") if isinstance(choice, dict) else {}
-            for key, names in PIECES.items() if isinstance(parts, dict) else ():
+            if not isinstance(parts, dict):
+                continue
+            for key, names in PIECES.items():
                 text = next((parts[name] for name in names if parts.get(name)), None)
                 if isinstance(text, str):
                     yield key, text

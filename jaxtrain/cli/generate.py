@@ -243,7 +243,7 @@ def answer_requests(
         rate = drawn / max(time.monotonic() - began, 1e-9)
         return f"{ended:,} of {len(prompts):,} prompts, {rate:,.0f} tokens/s"
 
-    prompts = [tokens[index] for index in pending]
+    prompts = [ids for index in pending if (ids := tokens[index]) is not None]
     writer.announce(progress.phase)
     with progress.phase("answering", count):
         options = {"draws": list(pending), "images": [placed[index] for index in pending]}
@@ -271,9 +271,10 @@ def tokenize_requests(
     it `drops` them."""
     tokens, reasons = [], []
     for request in requests:
-        keys = ("prompt", "tools", "chat_template_kwargs", "origin")
+        tools, keywords = request.get("tools"), request.get("chat_template_kwargs")
         try:
-            tokens.append(writer.tokenize(*map(request.get, keys)))
+            ids = writer.tokenize(request["prompt"], tools, keywords, request["origin"])
+            tokens.append(ids)
         except UserError as error:
             if not drops:
                 raise

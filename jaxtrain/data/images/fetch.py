@@ -110,7 +110,7 @@ class _Connection(http.client.HTTPConnection):
         super().connect()
         self.deadline.watch(self.sock)
 
-    def _dial(self, address: tuple[str, int], *_: Any) -> socket.socket:
+    def _dial(self, address: tuple[str, int], *limits: Any) -> socket.socket:
         """Connect to the first address of a host that answers. Each gets an equal share of the time
         that is left: socket.create_connection would spend all of it on every dead address."""
         failure = OSError("the host has no address")
