@@ -212,10 +212,8 @@ class AnswerWriter:
         self.require_tokens(tokens)
         draws, images = draws or range(len(tokens)), images or [None] * len(tokens)
         short = find_short(tokens, draws, self.sampler.max_len, "the model")
-        prompts, draws, images = ([given[i] for i in short] for given in (tokens, draws, images))
-        answers = self.sampler.generate(
-            prompts, self.sampling, draws=draws, images=images, **options
-        )
+        options |= {"draws": [draws[i] for i in short], "images": [images[i] for i in short]}
+        answers = self.sampler.generate([tokens[i] for i in short], self.sampling, **options)
         by_index = dict(zip(short, answers, strict=True))
         return [by_index.get(index) for index in range(len(tokens))]
 
