@@ -119,7 +119,7 @@ class StateProgram:
     def __init__(self, function: Callable[..., Any], **options: Any) -> None:
         """options: of jax.jit."""
         self._function, self._options = function, options
-        self._plain = jax.jit(function, **options)
+        self._plain: Any = jax.jit(function, **options)
         self._programs: dict[Mesh, Any] = {}
         functools.update_wrapper(self, function)
 
