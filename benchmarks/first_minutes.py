@@ -42,7 +42,6 @@ PROGRAMS = re.compile(
     r"programs: (\d+), (\d+) of them.*; tracing ([\d.]+) s, lowering ([\d.]+) s, XLA ([\d.]+) s"
 )
 REAL = Path(__file__).parents[1] / "configs" / "real"
-EVALUATED = {"sft_eval"}
 
 
 def list_words(work: str, model: Path, data: Path, folder: Path, small: bool) -> list[str]:
@@ -72,7 +71,7 @@ def list_words(work: str, model: Path, data: Path, folder: Path, small: bool) ->
         overrides |= {"run.num_epochs": "null", "data.eval_datasets": "[]"}
     else:
         overrides |= {"data.micro_batch_size": 8}
-    if work in EVALUATED:
+    if work == "sft_eval":
         overrides |= {"eval.sets.0.path": data / "gsm8k_test.jsonl", "eval.sets.0.subset": "null"}
         overrides |= {"eval.every": 10_000}
     else:
@@ -83,7 +82,7 @@ def list_words(work: str, model: Path, data: Path, folder: Path, small: bool) ->
         if kind == "grpo":
             overrides |= {"rollout.prompts_per_step": 2, "rollout.group_size": 2}
             overrides |= {"sampling.max_new_tokens": 8}
-        if work in EVALUATED:
+        if work == "sft_eval":
             overrides |= {"eval.sets.0.max_rows": 3, "eval.sets.0.max_new_tokens": 8}
     words = ["--config", str(REAL / f"{kind}_smollm2.toml")]
     return words + [f"{key}={value}" for key, value in overrides.items()]

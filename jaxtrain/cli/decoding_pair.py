@@ -80,8 +80,8 @@ class DecodingPair:
             self.target = unstack(target)
 
     def encode(self, prompt_set: EvalPrompt) -> list[list[int]]:
-        """Tokens of the prompts that leave room for an answer; UserError for one that cannot be
-        written."""
+        """Return the tokens of the prompts that leave room for an answer. Raises UserError for one
+        that cannot be written."""
         tokenizer, token_lists = self.model.tokenizer, []
         for prompt, tools, kwargs, origin in zip(*prompt_set[1:], strict=True):
             try:
@@ -134,20 +134,20 @@ class DecodingPair:
                     break
                 timing.largest_difference = max(timing.largest_difference, abs(a - b))
         for _ in range(repeats):
-            for sampler, whole, decoding in (
+            for sampler, passes, decoding in (
                 (samplers[0], timing.plain, timing.plain_decoding),
                 (samplers[1], timing.drafted, timing.drafted_decoding),
             ):
                 seconds, reading, _ = self.answer(sampler, prompts)
-                whole.append(seconds)
+                passes.append(seconds)
                 decoding.append(seconds - reading)
         return timing, drafted
 
     def answer(
         self, sampler: LocalSampler, prompts: Sequence[Sequence[int]]
     ) -> tuple[float, float, list[Request]]:
-        """(seconds, seconds of reading prompts, requests that have ended) of one pass over all
-        prompts."""
+        """Return (seconds, seconds of reading prompts, requests that have ended) of one pass over
+        all prompts."""
         reading = 0.0
 
         @contextlib.contextmanager

@@ -186,8 +186,8 @@ class AnswerWriter:
     def tokenize(
         self, prompt: Any, tools: Any = None, keywords: Any = None, origin: str = "the prompt"
     ) -> list[int]:
-        """Tokens of a prompt (a string with --raw, else messages). keywords: for the chat template.
-        origin: its name in errors."""
+        """Return the tokens of a prompt: a string with --raw, else messages. keywords: for the
+        chat template. origin: its name in errors."""
         try:
             if self.raw:
                 return encode(self.tokenizer, prompt)

@@ -139,8 +139,8 @@ class StateProgram:
         if mesh.empty or mesh.size > 1:
             return self._plain
         if mesh not in self._programs:
-            whole = NamedSharding(mesh, PartitionSpec())
-            self._programs[mesh] = jax.jit(self._function, out_shardings=whole, **self._options)
+            sharding = NamedSharding(mesh, PartitionSpec())
+            self._programs[mesh] = jax.jit(self._function, out_shardings=sharding, **self._options)
         return self._programs[mesh]
 
     def count(self) -> int:

@@ -58,11 +58,11 @@ def warn_unread(config: DecoderConfig, key: str = "model.path") -> None:
         return
     from transformers import GenerationConfig  # seconds: only here
 
-    known, empty = GenerationConfig().to_dict(), ("null", "false", "[]", "{}")
+    generation, empty = GenerationConfig().to_dict(), ("null", "false", "[]", "{}")
     named = [
         spell(name)
         for name, value in config.unread_attributes
-        if name not in known and value not in empty
+        if name not in generation and value not in empty
     ]
     if named:
         print(

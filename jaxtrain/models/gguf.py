@@ -50,8 +50,8 @@ def open_gguf(path: Path) -> Path:
             raise UserError(f"{path} holds several GGUF files ({names}); name one of them")
         path = files[0]
     status = os.stat(path)
-    place = (os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
-    digest = hashlib.sha256(repr(place).encode()).hexdigest()[:16]
+    identity = (os.path.realpath(path), status.st_size, status.st_mtime_ns, status.st_ctime_ns)
+    digest = hashlib.sha256(repr(identity).encode()).hexdigest()[:16]
     folder = Path(HF_HOME) / CACHE / f"{path.stem}-{digest}"
     if folder.is_dir():
         return folder

@@ -297,18 +297,18 @@ def continue_turn(
         return prompt, answers
     if "tool_calls" in opening or any("reasoning_content" in turn for turn in (opening, *turns)):
         raise MalformedRow("the prompt ends in a turn that its answer cannot continue")
-    begun = opening["content"]
+    text = opening["content"]
     # From before the text on: templates may write an empty thought there (Qwen3).
-    context = {"begin_offset": -1, "end_offset": len(begun) - 1, "train": False}
+    context = {"begin_offset": -1, "end_offset": len(text) - 1, "train": False}
     trains = train_all and opening.get("train") is not False
-    before = opening.get("train_detail", []) if trains else [context] if begun else []
+    before = opening.get("train_detail", []) if trains else [context] if text else []
     continued = []
     for turn, answer in zip(turns, answers, strict=True):
         spans = [*before]
         for span in turn.get("train_detail", ()):
-            offsets = {name: span[name] + len(begun) for name in OFFSETS}
+            offsets = {name: span[name] + len(text) for name in OFFSETS}
             spans.append({**span, **offsets})
-        turn = {**turn, "content": begun + turn["content"]}
+        turn = {**turn, "content": text + turn["content"]}
         turn = {**turn, "train_detail": spans} if spans else turn
         continued.append([turn, *answer[1:]])
     return prompt[:-1], continued

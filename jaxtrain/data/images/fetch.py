@@ -114,16 +114,16 @@ class _Connection(http.client.HTTPConnection):
         """Connect to the first address of a host that answers. Each gets an equal share of the time
         that is left: socket.create_connection would spend all of it on every dead address."""
         failure = OSError("the host has no address")
-        places = socket.getaddrinfo(*address, 0, socket.SOCK_STREAM)
-        for number, (family, kind, protocol, _, place) in enumerate(places):
+        addresses = socket.getaddrinfo(*address, 0, socket.SOCK_STREAM)
+        for number, (family, kind, protocol, _, target) in enumerate(addresses):
             try:
                 connection = socket.socket(family, kind, protocol)
             except OSError as error:  # a host without IPv6
                 failure = error
                 continue
             try:
-                connection.settimeout(self.deadline.seconds / (len(places) - number))
-                connection.connect(place)
+                connection.settimeout(self.deadline.seconds / (len(addresses) - number))
+                connection.connect(target)
             except OSError as error:
                 connection.close()
                 failure = error
