@@ -81,7 +81,8 @@ def list_words(work: str, model: Path, data: Path, folder: Path, small: bool) ->
         overrides |= {"data.sequence_len": 256, "data.micro_batch_size": 1}
         if kind == "grpo":
             overrides |= {"rollout.prompts_per_step": 2, "rollout.group_size": 2}
-            overrides |= {"sampling.max_new_tokens": 8}
+            # Short answers all earn nothing.
+            overrides |= {"sampling.max_new_tokens": 8, "rollout.zero_advantage": "keep"}
         if work == "sft_eval":
             overrides |= {"eval.sets.0.max_rows": 3, "eval.sets.0.max_new_tokens": 8}
     words = ["--config", str(REAL / f"{kind}_smollm2.toml")]
