@@ -120,8 +120,9 @@ class RolloutConfig(Section):
     token. vLLM: servers started with --enable-return-routed-experts."""
     samples: Annotated[Annotated[int, Field(ge=0, le=ITEMS)] | Literal["all"], RESUMABLE] = 2
     """Answers of a round that samples.jsonl keeps: so many, the best and the worst, or "all"."""
-    reward_workers: Annotated[int, RESUMABLE] = Field(1, ge=1, le=WORKERS)
-    """Processes that run the reward functions."""
+    reward_workers: Annotated[Annotated[int, Field(ge=1, le=WORKERS)] | None, RESUMABLE] = None
+    """Processes that run the reward functions. None: one; if all functions are built in, up to
+    eight, but one less than there are CPU cores. In each of Ray's workers: one."""
     local: LocalConfig = LocalConfig()
     """Weights and cache in fewer bits; only with engine local."""
     vllm: VllmConfig = VllmConfig()

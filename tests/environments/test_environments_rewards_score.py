@@ -11,7 +11,7 @@ import pytest
 
 from jaxtrain.config.rewards import RewardConfig
 from jaxtrain.environments.rewards import score as scoring
-from jaxtrain.environments.rewards.score import open_rewards
+from jaxtrain.environments.rewards.score import choose_workers, open_rewards
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed
 from jaxtrain.generation.episodes import Episode
@@ -134,6 +134,22 @@ def test_what_the_environment_gave_is_part_of_the_sum(make):
     assert score(open_rewards([]), ["aa"], local_value={"solved": 0.5}) == [{"solved": 0.5}]
 
 
+@pytest.mark.parametrize(
+    ("functions", "cores", "count"),
+    [
+        (["math"], 16, 8),
+        (["math", "format"], 4, 3),
+        (["math"], 1, 1),
+        (["math", "mine.py:score"], 16, 1),
+        ([], 16, 8),
+    ],
+)
+def test_built_in_functions_run_in_several_processes(functions, cores, count, monkeypatch):
+    # A user's function may hold a model or count its calls.
+    monkeypatch.setattr("os.sched_getaffinity", lambda pid: set(range(cores)), raising=False)
+    assert choose_workers([RewardConfig(function=name) for name in functions]) == count
+
+
 def test_options_reach_the_function(make):
     assert score(make("count", options={"letter": "b"}), ["abb"]) == [{"count": 2.0}]
 
@@ -235,7 +251,7 @@ def test_a_hanging_worker_ends_with_its_parent(tmp_path):
     )
     code = (
         "import asyncio\nfrom jaxtrain.config.rewards import RewardConfig\n"
-        "from jaxtrain.environments.rewards.score import open_rewards\n"
+        "from jaxtrain.environments.rewards.score import choose_workers, open_rewards\n"
         "from jaxtrain.generation.episodes import Episode\n"
         f"r = open_rewards([RewardConfig(function={str(path) + ':forever'!r}, timeout=600)])\n"
         "e = Episode([1], [True], [0.0], [-1], 'stop', completion='a')\n"

@@ -155,6 +155,28 @@ def test_rows_and_slots_grow_while_others_run(models):
         assert request.tokens == single.tokens
 
 
+class Roomy:
+    """A device with free memory for so many bytes of rows."""
+
+    def __init__(self, rows_bytes):
+        self.limit = 10 + rows_bytes * local.AMPLE
+
+    def memory_stats(self):
+        return {"bytes_limit": self.limit, "bytes_in_use": 10}
+
+
+def test_rows_get_all_slots_at_once_where_memory_is_ample(models, monkeypatch):
+    # Keys and values of two layers in float32, 4 rows of 128 slots, and the rows' lengths.
+    cache = 2 * 2 * 4 * 128 * 2 * 8 * 4 + 4 * 4
+    for free, slots_ in ((cache, 128), (cache - 1, 128 // 2)):
+        monkeypatch.setattr(local, "SLOTS", 16)
+        monkeypatch.setattr(jax, "local_devices", lambda free=free: [Roomy(free)])
+        sampler = open_sampler(models[0], max_batch=4)
+        sampler.add(sampler.request([7] * 20, Sampling(max_new_tokens=32)))
+        sampler.step()
+        assert sampler._size.slots == slots_
+
+
 def test_an_aborted_request_frees_its_row(models):
     sampler = open_sampler(models[0], max_batch=1)
     sampling = Sampling(max_new_tokens=100)

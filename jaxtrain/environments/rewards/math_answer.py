@@ -1,5 +1,6 @@
 """Built-in reward `math`: mathematical equality with the column's answer, by math-verify."""
 
+import logging
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -26,10 +27,12 @@ def math(
         raise UserError(
             "reward 'math' needs the package math-verify: pip install 'jaxtrain[rewards]'"
         ) from None
+    # It warns that nothing ends a call that hangs; the caller's hard timeout does.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
     answers = column(columns, column_name, "math")
 
     def read(text: str) -> list[Any]:
-        # The caller's hard timeout covers hangs; math-verify's own works in main threads only.
+        # math-verify's own timeout works in main threads only.
         return parse(text, parsing_timeout=None)  # pyright: ignore[reportArgumentType]
 
     def read_gold(answer: Any) -> list[Any]:

@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import os
 import pickle
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -9,6 +10,7 @@ from typing import Any
 
 from jaxtrain.config.rewards import RewardConfig
 from jaxtrain.config.secrets import reveal
+from jaxtrain.environments.rewards.load import BUILTIN
 from jaxtrain.environments.rewards.pool import WorkerPool, WorkerReply
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed, pause_before
@@ -17,6 +19,8 @@ from jaxtrain.text_safety import escape_control_chars
 
 AGAIN = ("error", "timeout", "crash")
 """Kinds of replies after which a retry may succeed, for instance of a judge over HTTP."""
+MOST_WORKERS = 8
+"""Processes by default; more would wait for the sampler, not for each other."""
 
 Scores = list[dict[str, float | None]]
 
@@ -141,8 +145,11 @@ def _parameter(option: str) -> str:
     return "column_name" if option == "column" else option
 
 
-def open_rewards(functions: Sequence[RewardConfig], workers: int = 2, retries: int = 0) -> Rewards:
-    """Start the workers and look up every function; UserError if one does not exist."""
+def open_rewards(
+    functions: Sequence[RewardConfig], workers: int | None = None, retries: int = 0
+) -> Rewards:
+    """Start the workers and look up every function; UserError if one does not exist. workers: as
+    `rollout.reward_workers`."""
     functions = [
         function.model_copy(
             update={"options": reveal(function.options, f"rewards.{index}.options")}
@@ -150,10 +157,23 @@ def open_rewards(functions: Sequence[RewardConfig], workers: int = 2, retries: i
         for index, function in enumerate(functions)
         if function.model is None
     ]
-    rewards = Rewards(functions, workers, retries)
+    rewards = Rewards(functions, workers or choose_workers(functions), retries)
     try:
         rewards.check()
     except BaseException:
         rewards.close()
         raise
     return rewards
+
+
+def choose_workers(functions: Sequence[RewardConfig]) -> int:
+    """Return the default of `rollout.reward_workers`.
+
+    A mathematical answer takes milliseconds to compare, and most answers of a round end together,
+    so a single process would keep the GPU waiting. A user's function may hold a model or count its
+    calls: it gets a single process.
+    """
+    if any(function.function not in BUILTIN for function in functions):
+        return 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return max(1, min(MOST_WORKERS, (cores or 1) - 1))

@@ -5,10 +5,10 @@
                               busy rows ┘
 
 Requests of all kinds share the rows, and a row that ends is refilled after the chunk. Every size
-of the rows compiles programs, so there are few: one for the requests that come first, then one of
-all rows. They are freed when there is no work. `slots.py` has the device's side, `prefill.py` reads
-prompts. A model with a draft (`DraftedModel`) draws the same tokens in fewer passes:
-`speculation.py`.
+of the rows compiles programs, so there are few: one for the requests that come first, with all
+slots if memory is ample, then one of all rows. They are freed when there is no work. `slots.py` has
+the device's side, `prefill.py` reads prompts. A model with a draft (`DraftedModel`) draws the same
+tokens in fewer passes: `speculation.py`.
 """
 
 import itertools
@@ -47,6 +47,8 @@ SLOTS = 128
 """Rows have a multiple of so many slots."""
 ENDS = 8
 """Smallest number of tokens that may end a row."""
+AMPLE = 4
+"""Rows get all slots at once where that takes at most one part in so many of the free memory."""
 REFILL = 8
 """A chunk ends early once one in so many rows has ended in it."""
 STREAMS = 4
@@ -227,7 +229,8 @@ class LocalSampler(Requests):
         """Return a size for requests that no earlier one has room for.
 
         Every size compiles `decode_chunk` and `insert` anew, which takes longer than larger rows
-        cost: the first suits the first requests, the next has all rows and twice the slots.
+        cost: the first suits the first requests, unless memory is ample; the next has all rows and
+        twice the slots.
         """
         longest = round_up(self.max_len + spare)
         E = bucket(needed.ends, ENDS)
@@ -235,11 +238,22 @@ class LocalSampler(Requests):
             prompt = bucket(max(len(request.prompt) for request in requests), SLOTS)
             limit = max(request.limit for request in requests)
             S = min(max(needed.slots, prompt + limit + spare), longest)
+            if self._affords(longest):
+                S = longest
             return RowsSize(min(bucket(needed.rows, 1), self.max_batch), round_up(S), E)
         _, S, ends = self._sizes[-1]
         if needed.slots > S:
             S = max(round_up(needed.slots), min(2 * S, longest))
         return RowsSize(self.max_batch, S, max(E, ends))
+
+    def _affords(self, slots: int) -> bool:
+        """Return True if all rows of so many slots take at most one part in AMPLE of the memory
+        that is free: then no longer prompt has to compile anything."""
+        device = next(iter(self.mesh.local_devices)) if self.mesh else jax.local_devices()[0]
+        stats = device.memory_stats() or {}  # a CPU has none, and keeps small rows
+        free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
+        cache = jax.eval_shape(lambda: self.model.init_cache(self.max_batch, slots))
+        return AMPLE * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) <= free
 
     def _pack_entry(self, started: Sequence[tuple[int, RowStart]], R: int) -> RowInsert:
         """Return the arrays of R rows to be started from rows of a prefill block."""

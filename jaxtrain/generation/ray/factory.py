@@ -100,7 +100,9 @@ class RunWorkerSetup:
         opener, engine_settings = settings["engine"]
         rollout, tokenizer = config.rollout, settings["tokenizer"]
         with ExitStack() as stack:
-            self.rewards = open_rewards(config.rewards, rollout.reward_workers, rollout.retries)
+            # Ray counts the CPUs of a worker, which those of the machine are not.
+            workers = rollout.reward_workers or 1
+            self.rewards = open_rewards(config.rewards, workers, rollout.retries)
             stack.callback(self.rewards.close)
             self.envs = open_envs(
                 config, tokenizer, self.rewards, settings["room"], stack, settings["media"]
