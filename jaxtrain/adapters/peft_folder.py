@@ -22,6 +22,15 @@ CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 SUFFIX = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
+NAMED = re.compile(
+    r"(?P<module>.+)\.(?:modules_to_save\.(?P<full>[^.]+)\.(?P<tensor>weight|bias)"
+    r"|(?P<pair>lora_[AB])\.(?P<of_pair>[^.]+)\.weight"
+    r"|(?P<single>lora_magnitude_vector|token_adapter\.trainable_tokens_delta)"
+    r"\.(?P<of_single>(?!weight$)[^.]+)(?:\.weight)?)"
+)
+"""Names of tensors in a module's state_dict, which hold the adapter's name; save_pretrained leaves
+it out."""
+
 ROWS = "token_adapter.trainable_tokens_delta"
 """What ends the name of rows of a table, those of trainable_token_indices."""
 BELOW = "token_adapter.base_layer.weight"
@@ -202,7 +211,12 @@ def open_peft(folder: str | os.PathLike) -> PeftFolder:
     folder = Path(folder)
     file = folder / CONFIG
     if not file.is_file():
-        raise UserError(f"{file} does not exist; expected a PEFT adapter folder")
+        below = sorted(path.parent.name for path in folder.glob(f"*/{CONFIG}"))
+        listed = ", ".join(map(spell, below[:8]))
+        raise UserError(
+            f"{file} does not exist; expected a PEFT adapter folder"
+            + (f"; the folder holds the adapters {listed}: name one of them" if below else "")
+        )
     raw = read_peft_config(file)
     odd = {key: value for key, value in raw.items() if key not in SAYS_NOTHING and value}
     if odd.get("bias") == "none":
@@ -218,7 +232,7 @@ def open_peft(folder: str | os.PathLike) -> PeftFolder:
         listed = ", ".join(f"{spell(key)}={shown[key]}" for key in [*odd][:8])
         raise UserError(f"{file}: not supported: {listed}")
     peft = PeftFolder(folder, raw, SafetensorsFolder(folder, single=WEIGHTS))
-    tensors = peft.files.tensors
+    tensors = peft.files.tensors = remove_adapter_name(folder, peft.files.tensors)
     strange = [name for name in tensors if not name.startswith(PREFIX)]
     suffixes = [*SUFFIX.values()] if peft.dora else [SUFFIX["a"], SUFFIX["b"]]
     strange += [n for n in tensors if "lora_" in n and not n.endswith(tuple(suffixes))]
@@ -233,6 +247,27 @@ def open_peft(folder: str | os.PathLike) -> PeftFolder:
         raise UserError(f"{folder / WEIGHTS}: missing tensors {', '.join(map(spell, missing[:4]))}")
     check_ranks(peft)
     return peft
+
+
+def remove_adapter_name(folder: Path, tensors: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the tensors of a state_dict under the names of save_pretrained, others as they are.
+    Raises UserError for tensors of several adapters."""
+    named, adapters = {}, set()
+    for name, stored in tensors.items():
+        if (match := NAMED.fullmatch(name)) is not None:
+            adapters.add(match["full"] or match["of_pair"] or match["of_single"])
+            end = match["tensor"] or match["single"] or f"{match['pair']}.weight"
+            name = f"{match['module']}.{end}"
+        named[name] = stored
+    if len(adapters) > 1 or len(named) < len(tensors):
+        listed = ", ".join(map(spell, sorted(adapters)[:8]))
+        listed += ", and tensors without a name" if len(adapters) == 1 else ""
+        raise UserError(
+            f"{folder / WEIGHTS}: holds several adapters ({listed}); choose one by saving it alone,"
+            " as PEFT does: model.save_pretrained(FOLDER, selected_adapters=[NAME]) writes"
+            " FOLDER/NAME, or FOLDER itself for default"
+        )
+    return named
 
 
 def check_shapes(peft: PeftFolder) -> None:
