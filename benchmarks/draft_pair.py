@@ -178,7 +178,7 @@ class Decoder:
 
     def prompts(self, path: Path, most: int) -> list[tuple[str, list[int]]]:
         """(question, tokens) of the first rows of a file that have the right length."""
-        from jaxtrain.data.chat.template import prompt_tokens
+        from jaxtrain.data.chat.prompt import prompt_tokens
 
         chosen = []
         for line in path.read_text().strip().split("\n"):

@@ -13,7 +13,8 @@ from jaxtrain.api import Model
 from jaxtrain.cli.play import find_short
 from jaxtrain.cli.prompt_input import EvalPrompt
 from jaxtrain.config import SamplingConfig
-from jaxtrain.data.chat.template import TemplateFailed, encode, end_of_turn_ids, prompt_tokens
+from jaxtrain.data.chat.prompt import prompt_tokens
+from jaxtrain.data.chat.template import TemplateFailed, encode, end_of_turn_ids
 from jaxtrain.errors import UserError
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.local.draft_model import open_draft

@@ -199,6 +199,7 @@ def answer_requests(
 ) -> None:
     """Answer ids, texts or conversations: into the file, each as it ends, or to people."""
     from jaxtrain.cli.prompt_images import find_images, write_image
+    from jaxtrain.data.chat.prompt import join_answer
     from jaxtrain.data.chat.rows import IMAGES
 
     if args.ids:
@@ -227,7 +228,8 @@ def answer_requests(
             if placed[index] is not None:
                 prompt = images.to_parts(prompt, write_image)
                 taken |= {name: None for name in IMAGES if name in requests[index]["row"]}
-            return {**taken, "messages": [*prompt, {"role": "assistant", "content": text}]}
+            before, turn = join_answer(prompt, text)
+            return {**taken, "messages": [*before, turn]}
         return {"completion": text}
 
     ended, drawn, began = 0, 0, time.monotonic()

@@ -138,7 +138,8 @@ def read_request(
     images: reader of its images; None refuses them."""
     from jaxtrain.cli.prompt_input import read_raw_prompt
     from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow
-    from jaxtrain.data.chat.rows import MESSAGES, PROMPTS, Row, read_prompt
+    from jaxtrain.data.chat.prompt import read_prompt
+    from jaxtrain.data.chat.rows import MESSAGES, PROMPTS, Row
     from jaxtrain.data.chat.tokenize import open_row_images
     from jaxtrain.data.images.markers import show_pictures
 

@@ -17,7 +17,8 @@ from jaxtrain.config.load import apply_overrides, validate
 from jaxtrain.config.policies import find_section_problems, list_trained
 from jaxtrain.config.rollout import RolloutConfig
 from jaxtrain.core.bundle import ModelBundle
-from jaxtrain.data.chat.template import TemplateFailed, decode_answer, encode, prompt_tokens
+from jaxtrain.data.chat.prompt import prompt_tokens
+from jaxtrain.data.chat.template import TemplateFailed, decode_answer, encode
 from jaxtrain.environments.factory import open_env
 from jaxtrain.errors import UserError
 from jaxtrain.generation.acceptance import Acceptance

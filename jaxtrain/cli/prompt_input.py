@@ -10,7 +10,8 @@ from typing import Any, NamedTuple
 from jaxtrain.cli.processes import read_dataset
 from jaxtrain.config import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow, without_flags
-from jaxtrain.data.chat.rows import Row, read_prompt
+from jaxtrain.data.chat.prompt import read_prompt
+from jaxtrain.data.chat.rows import Row
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.prompt_sets import open_prompt_set
 from jaxtrain.errors import UserError

@@ -33,7 +33,8 @@ class EnvConfig(Section):
     """Of kind python: "package.module:name" or "file.py:name"."""
     prompt_column: str = "prompt"
     """Of kinds single_turn, tools, dialogue and openenv (which can do without): the column with the
-    prompt, a text or messages; messages is read where a row has no such column."""
+    prompt, a text or messages; messages is read where a row has no such column. single_turn
+    continues an assistant's turn at the end of the column."""
     raw: bool = False
     """Of kind single_turn: continue texts as they are, without the chat template."""
     special_tokens: Literal["text", "control"] = "text"

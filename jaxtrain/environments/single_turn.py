@@ -7,13 +7,19 @@ import numpy as np
 
 from jaxtrain.data.chat.control_tokens import SpecialTokens
 from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow
-from jaxtrain.data.chat.rows import PROMPTS, Prompt, Row, read_prompt
+from jaxtrain.data.chat.prompt import (
+    Prompt,
+    join_answer,
+    prompt_tokens,
+    read_prompt,
+    split_opening,
+)
+from jaxtrain.data.chat.rows import PROMPTS, Row
 from jaxtrain.data.chat.template import (
     TemplateFailed,
     decode_answer,
     encode_text,
     end_of_turn_ids,
-    prompt_tokens,
 )
 from jaxtrain.data.chat.tokenize import open_images, open_row_images
 from jaxtrain.data.packing.tree import PlacedImages
@@ -25,9 +31,8 @@ from jaxtrain.safe_io import UnreadableRow
 
 
 def read_row(row: Mapping[str, Any], column: str, images: Any = None) -> Prompt:
-    """Return a row's prompt, a text or messages before the last assistant turns; UserError without
-    one, UnusableRow for one that cannot be read. images: reader of its images; None refuses
-    them."""
+    """Return a row's prompt, a text or messages (see Row.prompt); UserError without one,
+    UnusableRow for one that cannot be read. images: reader of its images; None refuses them."""
     if isinstance(row, UnreadableRow):
         raise UnusableRow(f"env: a row cannot be used: {row.reason}")
     try:
@@ -50,8 +55,14 @@ def read_row(row: Mapping[str, Any], column: str, images: Any = None) -> Prompt:
 def find_prompt(
     row: Mapping[str, Any], column: str, images: Any = None
 ) -> str | list[dict[str, Any]]:
-    """Return the text or messages of `read_row`, with images as parts of type "image"."""
+    """Return the text or messages of `read_row`, with images as parts of type "image"; UnusableRow
+    for a begun turn."""
     prompt = read_row(row, column, images)
+    if not isinstance(prompt.value, str) and split_opening(prompt.value)[1] is not None:
+        raise UnusableRow(
+            "env: a row cannot be used: its prompt ends in a turn of the assistant, which only the"
+            " environment single_turn continues"
+        )
     if prompt.images is None or isinstance(prompt.value, str):
         return prompt.value
     return prompt.images.to_parts(prompt.value, lambda image: {"image": image})
@@ -86,21 +97,24 @@ class SingleTurn:
     async def run(
         self, row: Mapping[str, Any], engine: Engine, sampling: Sampling, index: int
     ) -> Episode:
-        """Sample one answer. Reward functions receive texts for text prompts, else messages."""
+        """Sample one answer. Reward functions receive texts for text prompts, else messages; a turn
+        that the prompt begins is part of the answer's."""
         source, prompt, images = self.read(row)
         options: dict[str, Any] = {} if images is None else {"images": images}
         answer = await engine.generate(prompt, sampling, self.stop_ids, index=index, **options)
         text = decode_answer(self.tokenizer, answer.tokens, self.raw)
         count, drawn = len(prompt), len(answer.tokens)
+        completion: Any = text
+        if not isinstance(source, str):
+            source, turn = join_answer(source, text)
+            completion = [turn]
         return Episode(
             tokens=[*prompt, *answer.tokens],
             sampled=[False] * count + [True] * drawn,
             logprobs=[0.0] * count + list(answer.logprobs),
             versions=[-1] * count + list(answer.versions or [-1] * drawn),
             finish_reason=answer.finish_reason,
-            completion=(
-                text if isinstance(source, str) else [{"role": "assistant", "content": text}]
-            ),
+            completion=completion,
             prompt=source,
             routed=answer.routed,
             images=images,

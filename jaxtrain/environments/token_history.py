@@ -26,10 +26,10 @@ import numpy as np
 from jaxtrain.batch import join_routes
 from jaxtrain.data.chat.control_tokens import encoder_of, make_mark
 from jaxtrain.data.chat.omissions import Kwargs
+from jaxtrain.data.chat.prompt import render_prompt
 from jaxtrain.data.chat.template import (
     encode,
     end_of_turn_ids,
-    render_prompt,
     require_chat_template,
     turn_ends,
 )

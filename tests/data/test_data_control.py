@@ -13,7 +13,8 @@ from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat.control_tokens import Encoder, encoder_of
-from jaxtrain.data.chat.template import Renderer, encode, load_tokenizer, prompt_tokens, render_text
+from jaxtrain.data.chat.prompt import prompt_tokens
+from jaxtrain.data.chat.template import Renderer, encode, load_tokenizer, render_text
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.environments.single_turn import SingleTurn
 from jaxtrain.environments.token_history import TokenHistory, TurnTemplate
@@ -167,7 +168,7 @@ def test_any_text_in_any_message_stays_text(texts, index):
     text = render_text(tokenizer, protected, None, generation=True)
     assert encoder.restore(text, mark) == render_text(tokenizer, talk, None, generation=True)
     harmless = [{**m, "content": "x"} for m in talk]
-    expected = encode(tokenizer, render_text(tokenizer, harmless, None, generation=True))
+    expected = prompt_tokens(tokenizer, harmless)
     actual = prompt_tokens(tokenizer, talk)
     assert controls(tokenizer, actual) == controls(tokenizer, expected)
     count = sum(sum(m["content"].count(entry) for entry in SPELLED) for m in talk)

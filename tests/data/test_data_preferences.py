@@ -13,7 +13,8 @@ from rich.console import Console
 
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow
-from jaxtrain.data.chat.template import load_tokenizer, prompt_tokens, render_text
+from jaxtrain.data.chat.prompt import prompt_tokens
+from jaxtrain.data.chat.template import load_tokenizer, render_text
 from jaxtrain.data.comparisons.preference_row import parse_talk, read_judged
 from jaxtrain.data.comparisons.preferences import Preferences, RankedReader, halve
 from jaxtrain.data.comparisons.ranked import Ranked, RankedPair, rank_pairs

@@ -9,7 +9,8 @@ import pytest
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow, read_messages
-from jaxtrain.data.chat.rows import Row, normalize_row, read_prompt
+from jaxtrain.data.chat.prompt import read_prompt
+from jaxtrain.data.chat.rows import Row, normalize_row
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.preference_row import read_judged
 from jaxtrain.data.preview import plain_text
@@ -159,11 +160,22 @@ def test_json_that_is_asked_about_is_a_text():
     assert read_prompt(Row({"prompt": talk}, column_formats={"prompt": "{prompt}"})).value == talk
 
 
-def test_an_answer_at_the_end_of_a_prompt_is_reported(tokenizer):
+def test_a_begun_turn_is_continued_and_an_answer_of_messages_is_not(tokenizer):
     row = {"prompt": [ASK, {"role": "assistant", "content": "Sure, "}]}
     text, unread = read_rollout(tokenizer, row)
+    assert text.endswith("assistant\nSure, ") and unread == ()
+    whole = [ASK, {"role": "assistant", "content": "Sure, done."}]
+    assert read_rollout(tokenizer, {**row, "messages": whole})[0] == text
+    with pytest.raises(UnusableRow, match="ask different things"):
+        read_rollout(tokenizer, {**row, "messages": [ASK, {**whole[1], "content": "No."}]})
+    text, unread = read_rollout(tokenizer, {**row, "continue_final_message": False})
     assert text.endswith("assistant\n") and unread == ("answer at the end of column prompt",)
-    assert read_rollout(tokenizer, {"messages": row["prompt"]})[1] == ()
+    text, unread = read_rollout(tokenizer, {"messages": row["prompt"]})
+    assert text.endswith("assistant\n") and unread == ()
+    asked = {"messages": row["prompt"], "continue_final_message": True}
+    assert read_rollout(tokenizer, asked)[0].endswith("assistant\nSure, ")
+    with pytest.raises(UnusableRow, match="continue_final_message is a number"):
+        read_rollout(tokenizer, {**asked, "continue_final_message": 1})
     dropped = Row({"prompt": [{"role": "system", "content": "s"}]}, drop_system_message=True)
     assert normalize_row(dropped) == {"prompt": []}
 

@@ -13,6 +13,7 @@ from tokenizers import pre_tokenizers
 
 from jaxtrain.data.chat import named_templates, template
 from jaxtrain.data.chat.messages import read_messages
+from jaxtrain.data.chat.prompt import prompt_tokens
 from jaxtrain.data.chat.template import (
     Renderer,
     TemplateFailed,
@@ -142,7 +143,7 @@ def test_prompt_of_a_turn_is_what_inference_sees(shipped):
         [rendering] = Renderer(shipped)(messages, row["tools"], turns)
         for turn in turns:
             start = int(np.flatnonzero(rendering.author == turn)[0])
-            prompt = template.prompt_tokens(shipped, messages[:turn], row["tools"])
+            prompt = prompt_tokens(shipped, messages[:turn], row["tools"])
             assert rendering.tokens[:start].tolist() == prompt
 
 
@@ -170,7 +171,7 @@ def test_rewritten_history_each_turn_trains_once():
     for rendering in renderings:
         for index, text in marked(tokenizer, rendering).items():
             start = int(np.flatnonzero(rendering.author == index)[0])
-            prompt = template.prompt_tokens(tokenizer, talk[:index])
+            prompt = prompt_tokens(tokenizer, talk[:index])
             assert rendering.tokens[:start].tolist() == prompt
             assert text.endswith("<|im_end|>") and talk[index]["reasoning_content"] in text
 
@@ -195,7 +196,7 @@ def test_what_follows_a_prompt_is_tokenized_apart(shipped):
     [rendering] = Renderer(tokenizer)([log("user", "one"), log("assistant", "user")], None, [1])
     assert marked(tokenizer, rendering) == {1: "er<|im_end|>"}
     start = int(np.flatnonzero(rendering.author == 1)[0])
-    prompt = template.prompt_tokens(tokenizer, [log("user", "one")])
+    prompt = prompt_tokens(tokenizer, [log("user", "one")])
     assert rendering.tokens[:start].tolist() == prompt
     assert rendering.tokens[start:-2].tolist() == parts[1]
     [rendering] = Renderer(tokenizer)([log("user", "one"), log("assistant", "us.")], None, [1])

@@ -12,6 +12,7 @@ from jaxtrain.core.architecture import find_tokenizer
 from jaxtrain.data.chat import template
 from jaxtrain.data.chat.control_tokens import add_tokens
 from jaxtrain.data.chat.named_templates import BUILTIN
+from jaxtrain.data.chat.prompt import prompt_tokens
 from jaxtrain.data.chat.template import Renderer, TemplateOmission, load_tokenizer
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.sample import Dropped, Sample
@@ -155,7 +156,7 @@ def test_a_system_message_that_moves_on_gives_a_branch_for_each_question():
         (f"{bos}[INST]S\n\none[/INST]", "a<|im_end|>"),
     ]
     for index in (2, 4):
-        prompt = template.prompt_tokens(tokenizer, talk[:index])
+        prompt = prompt_tokens(tokenizer, talk[:index])
         contexts = [context for context, _ in trained(tokenizer, talk, turns=[index])]
         assert contexts == [tokenizer.decode(prompt)]
     assert len(Renderer(tokenizer)(talk[1:], None, [1, 3])) == 1
@@ -256,7 +257,7 @@ def test_an_answer_that_begins_with_a_line_break_is_what_a_sampler_draws():
     for merge in ("\n\n", "\n\n\n"):
         tokenizer.add_tokens([merge])  # longest match wins, as merges of a large vocabulary do
     talk = [log("user", "q"), log("assistant", "\n\nfirst")]
-    prompt = template.prompt_tokens(tokenizer, talk[:1])
+    prompt = prompt_tokens(tokenizer, talk[:1])
     [rendering] = Renderer(tokenizer)(talk, None, [1])
     drawn = rendering.tokens[rendering.author == 1].tolist()
     assert rendering.tokens[: len(prompt)].tolist() == prompt
@@ -333,7 +334,7 @@ def test_parts_that_a_template_leaves_out_although_the_text_has_their_words(mess
         history = TokenHistory(TurnTemplate(tokenizer))
         with pytest.raises(TemplateOmission, match=part):
             history.prepare(messages[:-1], {}, tools)
-    template.prompt_tokens(tokenizer, [QUESTION])
+    prompt_tokens(tokenizer, [QUESTION])
 
 
 DEVELOPER = [log("developer", "RULES"), QUESTION]
@@ -344,23 +345,21 @@ NEW_ROLE = (
 
 def test_a_developer_message_is_a_system_message_where_the_template_knows_no_developer():
     plain = load_tokenizer("builtin")  # writes any role, so that the role stays
-    assert plain.decode(template.prompt_tokens(plain, DEVELOPER)).startswith(
-        "<|im_start|>developer"
-    )
+    assert plain.decode(prompt_tokens(plain, DEVELOPER)).startswith("<|im_start|>developer")
     chatml = plain.chat_template
     older = {
         "refused": "{% for m in messages %}" + NEW_ROLE + "{% endfor %}" + chatml,
         "left out": "{% set messages = messages | rejectattr('role', 'equalto', 'developer')"
         " | list %}" + chatml,
     }
-    expected = plain.decode(template.prompt_tokens(plain, [log("system", "RULES"), QUESTION]))
+    expected = plain.decode(prompt_tokens(plain, [log("system", "RULES"), QUESTION]))
     for text in older.values():
         tokenizer = load(text)
         rows = RowTokenizer(DatasetConfig(path="x"), tokenizer, 512, "error")
         [sample] = rows({"messages": [*DEVELOPER, ANSWER]}, "x row 1")
         assert tokenizer.decode(sample.tokens).startswith(expected)
         prompt = TokenHistory(TurnTemplate(tokenizer)).prepare(DEVELOPER, {}, None)
-        assert prompt.tokens == template.prompt_tokens(tokenizer, DEVELOPER)
+        assert prompt.tokens == prompt_tokens(tokenizer, DEVELOPER)
         assert tokenizer.decode(prompt.tokens) == expected
 
 
@@ -370,7 +369,7 @@ def test_arguments_and_second_calls_are_parts_of_their_own():
     with pytest.raises(TemplateOmission, match="arguments"):
         Renderer(load(name_only))(talk, None, [1])
     with pytest.raises(TemplateOmission, match="arguments"):  # of a prompt, too
-        template.prompt_tokens(load(name_only), [*talk, log("tool", "7")])
+        prompt_tokens(load(name_only), [*talk, log("tool", "7")])
     talk = [QUESTION, log("assistant", "", tool_calls=[tool_call("f"), tool_call("f")])]
     with pytest.raises(TemplateOmission, match="tool_calls"):
         Renderer(load(HARMONY))(talk, None, [1])
@@ -427,7 +426,7 @@ def test_variables_that_cannot_be_set_or_are_not_read(tmp_path, capsys):
             find_tokenizer(ModelConfig(**model, chat_template_kwargs=kwargs))
     tokenizer = load_tokenizer("builtin")
     for _ in range(2):
-        template.prompt_tokens(tokenizer, [QUESTION], kwargs={"odd_name": True})
+        prompt_tokens(tokenizer, [QUESTION], kwargs={"odd_name": True})
     assert capsys.readouterr().err.count("odd_name") == 1
 
 

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from jaxtrain.data.chat.control_tokens import add_tokens
+from jaxtrain.data.chat.prompt import prompt_tokens
 from jaxtrain.data.chat.template import (
     Renderer,
     TemplateOmission,
     load_tokenizer,
-    prompt_tokens,
 )
 
 ROOT = Path(__file__).parents[2]

@@ -10,7 +10,8 @@ import aiohttp
 import pytest
 
 from jaxtrain.config import SamplingConfig
-from jaxtrain.data.chat.template import load_tokenizer, prompt_tokens
+from jaxtrain.data.chat.prompt import prompt_tokens
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.sources.calculator import TOOLS
 from jaxtrain.environments.chat_request import RequestRefused, limit, read_input, read_message
 from jaxtrain.environments.policy_server import PolicyServer

@@ -13,7 +13,8 @@ from test_generation_frozen import JUDGED
 
 from jaxtrain.config import EnvConfig, SamplingConfig, validate_config
 from jaxtrain.core.bundle import build_model_bundle
-from jaxtrain.data.chat.template import load_tokenizer, prompt_tokens
+from jaxtrain.data.chat.prompt import prompt_tokens
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.environments.guarded import open_guarded
 from jaxtrain.environments.scripted import ScriptedEngine
 from jaxtrain.errors import UserError

@@ -20,7 +20,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from string import Formatter
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtrain.data.chat.messages import (
     MEDIA,
@@ -299,8 +299,10 @@ class Row:
     def prompt(self, column: str = "prompt") -> str | list[Message] | None:
         """Return what is to be answered, a text or messages; None without such a column.
 
-        Answers at the end of messages are left out, because they are not the policy's. A text
-        stays one unless the row has a system message, a history or images.
+        The assistant's turn at the end of a prompt is begun, and to be continued. Answers at the
+        end of a conversation are left out, because they are not the policy's, unless column
+        continue_final_message is true. A text stays one unless the row has a system message, a
+        history or images.
         """
         self.parse({column}.difference(PROMPTS))
         name = next((name for name in (column, *PROMPTS) if name in self), None)
@@ -321,13 +323,22 @@ class Row:
         if isinstance(value, str) and complete == messages:
             self._compare(name, complete)
             return value
-        while complete and complete[-1]["role"] == "assistant":
+        while not self.continues(name) and complete and complete[-1]["role"] == "assistant":
             complete, plain = complete[:-1], plain[:-1]
-        if not complete:
+        if all(message["role"] == "assistant" for message in complete):
             raise MalformedRow("the messages are all the assistant's; nothing to answer")
         # The messages that it is compared with have no images of a column either.
         self._compare(name, plain)
         return without_flags(complete)
+
+    def continues(self, name: str) -> bool:
+        """Return True if the assistant's turn at the end of a column is to be continued."""
+        flag = self.get("continue_final_message")
+        if flag is None:
+            return name not in MESSAGES
+        if not isinstance(flag, bool):
+            raise MalformedRow(f"continue_final_message is {name_type(flag)}, not true or false")
+        return flag
 
     @property
     def unread(self) -> tuple[str, ...]:
@@ -388,38 +399,17 @@ class Row:
                 if message["role"] not in SYSTEM_ROLES
             ]
 
-        if texts(conversation)[: len(texts(prompt))] != texts(prompt):
+        asked = texts(prompt)
+        actual = texts(conversation)[: len(asked)]
+        if prompt[-1]["role"] == "assistant" and len(actual) == len(asked):
+            speaker, text = actual[-1]
+            actual[-1] = (speaker, text[: len(asked[-1][1])])
+        if actual != asked:
             column = next(column for column in MESSAGES if column in self)
             raise MalformedRow(f"columns {name} and {column} ask different things")
 
 
 SPEAKERS = ("user", "assistant")
-
-
-class Prompt(NamedTuple):
-    """Question to answer, with all that a chat template renders."""
-
-    value: str | list[Message]
-    """Plain text, or messages that do not end with the assistant's."""
-    tools: list[dict[str, Any]] | None
-    chat_template_kwargs: dict[str, Any] | None
-    images: Any = None
-    """Row.images, in whose markers the messages hold images; None: they hold none."""
-
-    @property
-    def messages(self) -> list[Message]:
-        """The prompt as messages; a text is the user's."""
-        if isinstance(self.value, str):
-            return [{"role": "user", "content": self.value}]
-        return self.value
-
-
-def read_prompt(row: Row, column: str = "prompt") -> Prompt | None:
-    """Return the prompt of a row; None if it has no column of prompts. Raises MalformedRow."""
-    value = row.prompt(column)
-    if value is None:
-        return None
-    return Prompt(value, row.tools(), row.chat_template_kwargs(), row.images)
 
 
 def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
@@ -435,7 +425,8 @@ def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
         if is_conversation(columns.get(name), row.fields):
             chat = row.messages() if name in MESSAGES else row.read_messages(row.get(name))
             assert chat is not None, "is_conversation has seen it"
-            if name not in MESSAGES and chat and chat[-1]["role"] == "assistant":
+            begun = name not in MESSAGES and chat and chat[-1]["role"] == "assistant"
+            if begun and not row.continues(name):
                 row.ignore(f"answer at the end of column {name}")
             columns[name] = _with_parts(chat, images)
     for name in IMAGES:

@@ -101,38 +101,6 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     return tokenizer
 
 
-def prompt_tokens(
-    tokenizer: Any,
-    messages: Sequence[Message],
-    tools: Any = None,
-    special_tokens: SpecialTokens = "text",
-    kwargs: Kwargs = None,
-) -> list[int]:
-    """Return the tokens of messages with the generation prompt, for a model to continue.
-
-    special_tokens: meaning of control tokens that the messages spell. kwargs: further variables of
-    the template. Raises TemplateFailed, also for a part that the template leaves out.
-    """
-    require_chat_template(tokenizer)
-    encoder = encoder_of(tokenizer, special_tokens)
-    (messages, tools, kwargs), mark, _ = encoder.protect((messages, tools, kwargs))
-    return encoder(render_prompt(tokenizer, messages, tools, kwargs), mark)
-
-
-def render_prompt(
-    tokenizer: Any, messages: Sequence[Message], tools: Any, kwargs: Kwargs = None
-) -> str:
-    """Render messages with the generation prompt to text; raises TemplateFailed, also for a part
-    that the template leaves out."""
-
-    def write(messages: Sequence[Message], tools: Any) -> list[str]:
-        return [render_text(tokenizer, messages, tools, True, kwargs)]
-
-    [text] = texts = write(messages, tools)
-    check_omissions(tokenizer, messages, tools, (), kwargs, texts, write)
-    return text
-
-
 class TurnEnds(NamedTuple):
     """Tokens that end an assistant's turn."""
 

@@ -17,7 +17,8 @@ from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat import template
 from jaxtrain.data.chat.control_tokens import encoder_of
 from jaxtrain.data.chat.messages import MalformedRow, check_values
-from jaxtrain.data.chat.rows import Row, read_prompt
+from jaxtrain.data.chat.prompt import prompt_tokens, read_prompt
+from jaxtrain.data.chat.rows import Row
 from jaxtrain.data.chat.tokenize import open_images, open_row_images
 from jaxtrain.data.packing.pack import Fields, ImagePacker, Normalize
 from jaxtrain.data.packing.tree import Node, PlacedImages, Tree, join_images
@@ -182,7 +183,7 @@ class StepwiseReader:
             raise MalformedRow("column prompt is missing or empty")
         if isinstance(prompt.value, str) and not row.has_context:
             return template.begin_text(self.tokenizer, self.encoder, prompt.value), None
-        tokens = template.prompt_tokens(
+        tokens = prompt_tokens(
             self.tokenizer,
             prompt.messages,
             prompt.tools,

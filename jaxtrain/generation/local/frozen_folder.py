@@ -22,12 +22,8 @@ from jaxtrain.config import Config, ModelConfig, PolicyConfig, SamplingConfig
 from jaxtrain.core.architecture import find_folder, find_tokenizer
 from jaxtrain.core.bundle import ModelBundle, build_auxiliary_bundle
 from jaxtrain.core.weights import abstract_params, open_params
-from jaxtrain.data.chat.template import (
-    TemplateFailed,
-    decode_answer,
-    end_of_turn_ids,
-    prompt_tokens,
-)
+from jaxtrain.data.chat.prompt import prompt_tokens
+from jaxtrain.data.chat.template import TemplateFailed, decode_answer, end_of_turn_ids
 from jaxtrain.distributed.mesh import Device
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import EpisodeFailed, PolicyReply

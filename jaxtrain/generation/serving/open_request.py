@@ -9,12 +9,14 @@ import secrets
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
+import numpy as np
 from pydantic import ValidationError
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.config.limits import SEED
 from jaxtrain.config.task import StructuredOutputs
 from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.prompt import prompt_tokens, split_opening
 from jaxtrain.data.chat.template import TemplateFailed, encode, end_of_turn_ids
 from jaxtrain.data.chat.tokenize import open_images, open_row_images
 from jaxtrain.data.packing.tree import PlacedImages
@@ -40,8 +42,13 @@ from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.text_safety import show
 
+CONTINUES: Mapping[str, tuple[str, ...]] = {
+    "continue_final_message": ("true or false",),
+    "add_generation_prompt": ("true or false",),
+}
 OPEN_CHAT: Mapping[str, tuple[str, ...]] = {
     **CHAT,
+    **CONTINUES,
     "n": ("a whole number",),
     "return_tokens_as_token_ids": ("true or false",),
 }
@@ -60,6 +67,7 @@ COMPLETION: Mapping[str, tuple[str, ...]] = {
 }
 TOKENIZE: Mapping[str, tuple[str, ...]] = {
     **{name: CHAT[name] for name in ("messages", "tools", "chat_template_kwargs", "model")},
+    **CONTINUES,
     "prompt": ("a text",),
     "add_special_tokens": ("true or false",),
 }
@@ -165,6 +173,11 @@ class ServingFormat:
             messages, _, tools, kwargs = read_conversation(body, note, images)
         except UserError as error:  # images without Pillow
             refuse(f"messages: {error}")
+        continues = bool(body.get("continue_final_message"))
+        if body.get("add_generation_prompt", not continues) is continues:
+            refuse("one of add_generation_prompt and continue_final_message must be true")
+        if continues:
+            return self._continue(messages, tools, kwargs, images)
         try:
             listed = [] if images is None else images.list(messages)
             prompt = TokenHistory(self.template).prepare(
@@ -177,6 +190,24 @@ class ServingFormat:
         except TemplateFailed as error:
             refuse(f"messages: the chat template refuses them: {error}")
         return prompt.tokens, tools, prompt.opened, prompt.images
+
+    def _continue(
+        self, messages: list[dict[str, Any]], tools: Any, kwargs: Any, images: Any
+    ) -> tuple[list[int], list[dict[str, Any]], bool, PlacedImages | None]:
+        """Return what `render` does for messages that end in a turn to be continued."""
+        if split_opening(messages)[1] is None:
+            refuse("continue_final_message: the assistant's message must be last, behind others")
+        least = sum(len(message["content"]) for message in messages) // self.longest_token
+        if least > self.max_model_len:
+            self._refuse_length(f"at least {least} tokens")
+        try:
+            tokens = prompt_tokens(self.tokenizer, messages, tools, kwargs=kwargs)
+            placed = None if images is None else images.find(np.asarray(tokens), messages)
+        except MalformedRow as error:
+            refuse(f"messages: {error}")
+        except TemplateFailed as error:
+            refuse(f"messages: the chat template refuses them: {error}")
+        return tokens, tools, False, placed
 
     def read_completion(self, body: Mapping[str, Any], note: Note) -> OpenRequest:
         """Parse POST /v1/completions; RequestRefused."""

@@ -106,6 +106,8 @@ def _pair(row: Mapping[str, Any], column: str) -> tuple[Any, dict[str, Any]]:
             f" {column} and ground_truth, {column} and completion, or input and output"
         )
     prompt = columns.prompt(name)
+    if not isinstance(prompt, str) and prompt and prompt[-1]["role"] == "assistant":
+        raise MalformedRow("the prompt ends in a turn that the ground truth cannot continue")
     answers = columns.read_messages(answer, "assistant")
     if [message["role"] for message in answers] != ["assistant"]:
         raise MalformedRow("the ground truth must be a text, or one message of the assistant's")
