@@ -163,7 +163,12 @@ class ServerSpeaker:
         try:
             async with aiohttp.ClientSession(headers=headers, timeout=waits) as session:
                 self.model = self.model or await self._find_model(session)
-                body = {"model": self.model, "messages": messages, "stream": True, **self.fields}
+                # OpenAI's API has no thoughts in requests; some servers refuse them.
+                earlier = [
+                    {key: value for key, value in message.items() if key != "reasoning_content"}
+                    for message in messages
+                ]
+                body = {"model": self.model, "messages": earlier, "stream": True, **self.fields}
                 async with session.post(f"{self.url}/chat/completions", json=body) as response:
                     await self._require_ok(response)
                     if response.content_type == "application/json":  # it does not stream

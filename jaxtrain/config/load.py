@@ -134,6 +134,11 @@ def read_saved(path: str | Path) -> dict[str, Any]:
     for section, key in (name.split(".") for name in REMOVED):
         if isinstance(table.get(section), dict):
             table[section].pop(key, None)
+    rollout = table.get("rollout")
+    if isinstance(rollout, dict) and not rollout.get("replay_size"):
+        # Older versions took them without replay, where they change nothing.
+        for key in ("replay_logp", "replay_max_lag"):
+            rollout.pop(key, None)
     sets = table["eval"].get("sets") if isinstance(table.get("eval"), dict) else None
     for eval_set in sets if isinstance(sets, list) else ():
         # Older versions wrote the default that a benchmark does not read.

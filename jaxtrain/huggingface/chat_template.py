@@ -378,15 +378,23 @@ def _writes_probe(
 
 
 _WRITES_DEVELOPERS: dict[str, bool] = {}
-"""False for templates that leave out or refuse the role developer, which older ones call system."""
+"""False for templates that do not know the role developer, which older ones call system."""
 
 
 def _writes_developers(template: str, special: Mapping[str, Any]) -> bool:
-    """Try such a message, as a template reads it."""
-    roles = {"developer": "probe_content", "user": "Q"}
-    messages: list[Any] = [{"role": role, "content": text} for role, text in roles.items()]
-    read = [*map(_write_parts, messages)] if _READS_PARTS[template] else messages
-    return _writes_probe(template, special, read)
+    """Try such a message, as a template reads it. False if it is left out or refused, or written
+    like one of any other role while a system message is not: Its place is then behind a default
+    system message, say."""
+
+    def write(role: str) -> str:
+        texts = {role: "probe_content", "user": "Q"}
+        messages: list[Any] = [{"role": name, "content": text} for name, text in texts.items()]
+        read = [*map(_write_parts, messages)] if _READS_PARTS[template] else messages
+        reply = _run(template, read, None, False, special, "text")
+        return reply.text.replace(role, "role") if reply.kind == "text" else ""
+
+    text, unknown = write("developer"), write("probe_role")
+    return "probe_content" in text and (text != unknown or write("system") == unknown)
 
 
 def _write_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -86,7 +86,8 @@ def test_streams_of_other_servers(name, monkeypatch, capsys, tmp_path):
             self.answer("application/json", b'{"data": [{"id": "m"}]}')
 
         def do_POST(self):
-            self.rfile.read(int(self.headers["Content-Length"]))
+            sent = self.rfile.read(int(self.headers["Content-Length"]))
+            assert b"reasoning_content" not in sent
             self.answer(kind, body)
 
         def answer(self, kind, body):
@@ -101,10 +102,11 @@ def test_streams_of_other_servers(name, monkeypatch, capsys, tmp_path):
     file = tmp_path / "rows.jsonl"
     with ThreadingHTTPServer(("127.0.0.1", 0), Other) as other:
         threading.Thread(target=other.serve_forever, daemon=True).start()
-        monkeypatch.setattr("sys.stdin", io.StringIO(f"2 + 2?\n/save {file}"))
+        monkeypatch.setattr("sys.stdin", io.StringIO(f"2 + 2?\n/save {file}\n3 + 1?"))
         assert main(["chat", f"http://127.0.0.1:{other.server_port}/v1"]) == 0
         other.shutdown()
-    assert capsys.readouterr().out == "<think>\n2 and 2.\n</think>\nFour.\n"
+    # Thoughts are shown and saved, but no part of the second request.
+    assert capsys.readouterr().out == 2 * "<think>\n2 and 2.\n</think>\nFour.\n"
     [row] = [json.loads(line) for line in file.read_text().splitlines()]
     answer = {"role": "assistant", "content": "Four.", "reasoning_content": "2 and 2."}
     assert row["messages"][1] == answer

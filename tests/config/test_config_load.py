@@ -89,6 +89,17 @@ def test_a_run_with_a_benchmark_is_opened_again(tmp_path):
         load_config(write(tmp_path, GOOD), [*words, "eval.sets.0.split=train"])
 
 
+def test_keys_of_replay_without_replay_in_a_saved_config_change_nothing(tmp_path):
+    saved = load_config(write(tmp_path, GOOD)).saved()
+    saved["rollout"] |= {"replay_logp": "recomputed", "replay_max_lag": 3, "replay_size": 0}
+    file = write(tmp_path, json.dumps(saved), "config.json")
+    rollout = validate_config(read_saved(file), "saved").rollout
+    assert (rollout.replay_logp, rollout.replay_max_lag) == ("sampler", 8)
+    saved["rollout"] |= {"replay_size": 4}
+    write(tmp_path, json.dumps(saved), "config.json")
+    assert read_saved(file)["rollout"]["replay_logp"] == "recomputed"
+
+
 def test_a_saved_config_names_the_folder_where_it_is(tmp_path):
     saved = load_config(write(tmp_path, GOOD), ["run.overwrite=true"]).saved()
     file = write(tmp_path, json.dumps(saved), "config.json")

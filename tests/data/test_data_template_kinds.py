@@ -351,6 +351,8 @@ def test_a_developer_message_is_a_system_message_where_the_template_knows_no_dev
         "refused": "{% for m in messages %}" + NEW_ROLE + "{% endfor %}" + chatml,
         "left out": "{% set messages = messages | rejectattr('role', 'equalto', 'developer')"
         " | list %}" + chatml,
+        "written behind a default": "{% if messages[0].role != 'system' %}"
+        "<|im_start|>system\nDEFAULT<|im_end|>\n{% endif %}" + chatml,
     }
     expected = plain.decode(prompt_tokens(plain, [log("system", "RULES"), QUESTION]))
     for text in older.values():

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxtrain.config.data import DatasetConfig
-from jaxtrain.data.chat.messages import MalformedRow, check_values, is_empty
+from jaxtrain.data.chat.messages import MalformedRow, check_values, context_spans, is_empty
 from jaxtrain.data.chat.rows import CONTEXT, MESSAGES, Row
 from jaxtrain.data.chat.tokenize import continue_turn
 from jaxtrain.data.comparisons.ranked import RankedPair, rank_pairs
@@ -381,11 +381,15 @@ def label_judged(judged: PreferenceRow) -> PreferenceRow:
 
 
 def key_of(judged: PreferenceRow) -> str | None:
-    """Return a key that is equal for rows of one prompt; None for a row without a prompt."""
+    """Return a key that is equal for rows of one prompt, with the turn that it begins; None for a
+    row without a prompt."""
     if judged.prompt is None:
         return None
-    keywords = judged.chat_template_kwargs
-    return json.dumps([judged.prompt, judged.tools, keywords], sort_keys=True, default=repr)
+    answer = judged.answers[0]
+    spans = () if isinstance(answer, str) else context_spans(answer[:1]).get(0, ())
+    begun = [answer[0]["content"][:end] for start, end in spans if start < 0]  # type: ignore[index]
+    parts = [judged.prompt, judged.tools, judged.chat_template_kwargs, begun]
+    return json.dumps(parts, sort_keys=True, default=repr)
 
 
 def _split(
