@@ -17,7 +17,7 @@ import struct
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from datetime import date
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -363,18 +363,21 @@ _READS_PARTS: dict[str, bool] = {}
 
 def _reads_only_parts(template: str, special: Mapping[str, Any]) -> bool:
     """Try a content of both forms."""
-    message = {"role": "user", "content": "probe_content"}
-    return not _writes_probe(template, special, [message]) and _writes_probe(
-        template, special, [_write_parts(message)]
+    return not _write_probe(template, special, dict) and bool(
+        _write_probe(template, special, _write_parts)
     )
 
 
-def _writes_probe(
-    template: str, special: Mapping[str, Any], messages: Sequence[Mapping[str, Any]]
-) -> bool:
-    """Return True if a template writes the content "probe_content"."""
+def _write_probe(
+    template: str, special: Mapping[str, Any], form: Callable[[Any], Any], role: str = "user"
+) -> str:
+    """Return the rendering of a message with the name of its role as "role"; "" without its text.
+    form: writes the message as the template reads it."""
+    turns = [(role, "probe_content"), *([] if role == "user" else [("user", "Q")])]
+    messages = [form({"role": name, "content": text}) for name, text in turns]
     reply = _run(template, messages, None, False, special, "text")
-    return reply.kind == "text" and "probe_content" in reply.text
+    written = reply.kind == "text" and "probe_content" in reply.text
+    return reply.text.replace(role, "role") if written else ""
 
 
 _WRITES_DEVELOPERS: dict[str, bool] = {}
@@ -382,19 +385,12 @@ _WRITES_DEVELOPERS: dict[str, bool] = {}
 
 
 def _writes_developers(template: str, special: Mapping[str, Any]) -> bool:
-    """Try such a message, as a template reads it. False if it is left out or refused, or written
-    like one of any other role while a system message is not: Its place is then behind a default
-    system message, say."""
-
-    def write(role: str) -> str:
-        texts = {role: "probe_content", "user": "Q"}
-        messages: list[Any] = [{"role": name, "content": text} for name, text in texts.items()]
-        read = [*map(_write_parts, messages)] if _READS_PARTS[template] else messages
-        reply = _run(template, read, None, False, special, "text")
-        return reply.text.replace(role, "role") if reply.kind == "text" else ""
-
-    text, unknown = write("developer"), write("probe_role")
-    return "probe_content" in text and (text != unknown or write("system") == unknown)
+    """Try such a message. False if a template leaves it out or refuses it, or writes it like one of
+    an unknown role, but the system message otherwise (instead of a default one, say)."""
+    form = _write_parts if _READS_PARTS[template] else dict
+    roles = ("developer", "probe_role", "system")
+    text, unknown, system = (_write_probe(template, special, form, role) for role in roles)
+    return bool(text) and (text != unknown or system == unknown)
 
 
 def _write_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
