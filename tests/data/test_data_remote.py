@@ -1,13 +1,18 @@
 """Rows behind URLs, of databases and of tar files: what a local file of the same rows gives."""
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import sqlite3
 import tarfile
 
+import pyarrow
 import pytest
 
 from jaxtrain.config.data import DatasetConfig
+from jaxtrain.data.sources import remote
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.errors import UserError
 
@@ -45,6 +50,34 @@ def test_a_file_a_folder_and_a_pattern_behind_a_url(memory, tmp_path):
     assert read((tmp_path / "a b.jsonl").as_uri().replace("%20", " ")) == ROWS
     stream = DatasetConfig(path="memory://bucket/train.jsonl", split="train[3:]", streaming=True)
     assert list(open_rows(stream)) == ROWS[3:]
+
+
+@pytest.mark.parametrize("kind", ["gz", "bz2", "xz", "zst"])
+def test_compressed_files_are_read_beside_others(kind, tmp_path, cache):
+    pack = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    pack["zst"] = lambda data: pyarrow.compress(data, codec="zstd", asbytes=True)
+    folder = tmp_path / "data"
+    folder.mkdir()
+    (folder / "a.jsonl").write_text(LINES)
+    file = folder / f"b.jsonl.{kind}"
+    file.write_bytes(pack[kind](FIRST.encode()))
+    (folder / "c.NDJSON").write_text(FIRST)
+    assert read(folder / f"*.{kind}") == ROWS[:1]
+    assert read(folder) == ROWS + 2 * ROWS[:1]
+    assert list(open_rows(DatasetConfig(path=str(folder), streaming=True))) == ROWS + 2 * ROWS[:1]
+    [copy] = cache.glob("*/b.jsonl")
+    copy.write_text(LINES)
+    assert read(file) == ROWS  # the copy is not made again
+    file.write_bytes(pack[kind](LINES.encode())[:-9])
+    with pytest.raises(UserError, match=f"b.jsonl.{kind} cannot be unpacked"):
+        read(file)
+
+
+def test_a_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(remote, "BLOCK", 1 << 16)
+    (tmp_path / "x.jsonl.bz2").write_bytes(bz2.compress(b" " * (1 << 24)))
+    with pytest.raises(UserError, match="more than 1,000 times its size"):
+        read(tmp_path / "x.jsonl.bz2")
 
 
 def test_what_is_there_is_not_copied_again(memory, cache):

@@ -154,6 +154,9 @@ def test_messages_as_json_are_messages(tokenizer):
 
 def test_json_that_is_asked_about_is_a_text():
     talk = json.dumps([ASK])
+    assert read_prompt(Row({"prompt": json.dumps(talk)})).value == [ASK]
+    quoted = json.dumps(json.dumps([{"a": 1}]))
+    assert read_prompt(Row({"prompt": quoted})).value == quoted
     assert read_prompt(Row({"instruction": "Sum up.", "input": talk})).value == f"Sum up.\n\n{talk}"
     formats = {"prompt": "Sum up: {messages}"}
     assert read_prompt(Row({"messages": talk}, column_formats=formats)).value == f"Sum up: {talk}"

@@ -116,7 +116,7 @@ def read_messages(
     if isinstance(value, Mapping):
         value = [value]
     if not isinstance(value, list | tuple) or not value:
-        raise MalformedRow("messages must be a list of {role, content}")
+        raise MalformedRow(f"messages must be a list of {{role, content}}, not {show(value, 40)}")
     if len(value) > MAX_MESSAGES:
         raise MalformedRow(f"more than {MAX_MESSAGES:,} messages")
     check_values(value, () if images is None else images.keys)

@@ -15,6 +15,7 @@ unless the method reads them, images beside a conversation. Columns that nobody 
 `Row.unread`.
 """
 
+import contextlib
 import itertools
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -53,6 +54,8 @@ TALKS = {*PROMPTS, "completion", "chosen", "rejected"}
 """Columns that hold a text or messages."""
 JSON_TALK = re.compile(r"\s*\[\s*\{\s*[\"']")
 """How messages begin that are written as JSON, or as Python prints them."""
+JSON_TWICE = re.compile(r"\s*\"\s*\[\s*\{\s*\\\"")
+"""How the JSON of a text begins that is such JSON."""
 IMAGES = ("images", "image")
 """Columns of images, where a reader takes them."""
 RESERVED = {"messages", "conversation", "tools", "chat_template", "add_generation_prompt"} | {
@@ -459,6 +462,10 @@ def _is_schemas(value: Any) -> bool:
 def parse_messages(name: str, value: Any, fields: Mapping[str, str]) -> Any:
     """Return the messages whose JSON the text of a column is, other values as they are. Raises
     MalformedRow for messages as Python prints them."""
+    if isinstance(value, str) and JSON_TWICE.match(value):
+        with contextlib.suppress(ValueError):
+            inner = parse_json(value)
+            return value if (talk := parse_messages(name, inner, fields)) == inner else talk
     if not isinstance(value, str) or not JSON_TALK.match(value):
         return value
     if value.lstrip("[{ \n\t\r").startswith(("'role'", "'from'", "'content'", "'value'")):

@@ -50,6 +50,8 @@ OPENERS: dict[str, Callable[[str], Any]] = {
     ".txt": TextRows,
     ".tar": _open_tar,
 }
+PACKED = (".gz", ".bz2", ".xz", ".zst")
+"""Suffixes of compressed files, behind one of OPENERS."""
 BUILTIN = "builtin:"
 SPLIT = re.compile(r"^([\w.-]{1,200})(?:\[(-?\d{1,15}%?)?:(-?\d{1,15}%?)?\])?$", re.ASCII)
 MAX_ENTRIES = 100_000
@@ -119,7 +121,7 @@ def open_rows(dataset: DatasetConfig) -> Any:
         if dataset.streaming:
             raise UserError(f"{dataset.path}: a query is read as a whole; set streaming to false")
         rows = _open_query(dataset)
-    elif files := _find(dataset.path, split.name):
+    elif files := [*map(_unpack, _find(dataset.path, split.name))]:
         if dataset.streaming:
             return _limit(FileStream(tuple(map(str, files))), split, dataset.max_rows)
         rows = _join([_open(file, split.name) for file in files])
@@ -174,8 +176,9 @@ class FileStream:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         for file in self.files:
-            if file.endswith((".jsonl", ".txt")):
-                yield from read_lines(file, TextRows.parse if file.endswith(".txt") else None)
+            kind = find_kind(Path(file))
+            if kind in (".jsonl", ".txt"):
+                yield from read_lines(file, TextRows.parse if kind == ".txt" else None)
             else:
                 rows = _open(Path(file), "train")
                 yield from (rows[index] for index in range(len(rows)))
@@ -284,7 +287,7 @@ def _find(path: str, split: str) -> list[Path]:
     if "://" in path:
         from jaxtrain.data.sources.remote import fetch
 
-        files = fetch(path, tuple(OPENERS))
+        files = fetch(path, (*OPENERS, *PACKED, ".ndjson"))
         return _in_folder(files, split) if isinstance(files, Path) else files
     location = Path(os.path.expanduser(path))
     try:
@@ -301,7 +304,7 @@ def _find(path: str, split: str) -> list[Path]:
         if not files:
             raise UserError(f"no file matches {path} (key data.datasets[].path)")
         return files
-    if location.suffix in OPENERS or not HUB_ID.match(path):
+    if find_kind(location) in OPENERS or not HUB_ID.match(path):
         raise UserError(f"no such file or folder: {show(path)} (key data.datasets[].path)")
     return []
 
@@ -316,9 +319,9 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
             f"{folder} holds more than {MAX_ENTRIES:,} files and folders; name the folder of the"
             f" data, or a pattern, such as {folder / '*.jsonl'}"
         )
-    files = sorted(file for file in entries if file.suffix in OPENERS and file.is_file())
+    files = sorted(file for file in entries if find_kind(file) in OPENERS and file.is_file())
     # Next to other data a text file is a license or a note.
-    files = [file for file in files if file.suffix != ".txt"] or files
+    files = [file for file in files if find_kind(file) != ".txt"] or files
     if not files:
         raise UserError(f"no data in {folder}: expected files ending in {', '.join(OPENERS)}")
     named = re.compile(rf"(^|[._/-]){re.escape(split)}([._/-]|$)")
@@ -328,18 +331,34 @@ def _in_folder(folder: Path, split: str) -> list[Path]:
     if not chosen:
         names = ", ".join(str(file.relative_to(folder)) for file in files[:8])
         raise UserError(f"{folder} has no files for split {split!r}; it holds {names}")
-    if len({file.suffix for file in chosen}) > 1:
+    if len(kinds := sorted(set(map(find_kind, chosen)))) > 1:
         raise UserError(
-            f"{folder} mixes kinds of files ({', '.join(sorted({f.suffix for f in chosen}))}); "
-            "choose one with a pattern, such as " + f"{folder}/*{chosen[0].suffix}"
+            f"{folder} mixes kinds of files ({', '.join(kinds)}); choose one with a pattern, such"
+            f" as {folder}/*{kinds[0]}"
         )
     return chosen
+
+
+def find_kind(file: Path) -> str:
+    """Return the suffix that says how a file is read, without that of its compression."""
+    suffix = file.suffix.lower()
+    kind = Path(file.stem).suffix.lower() if suffix in PACKED else suffix
+    return ".jsonl" if kind == ".ndjson" else kind
+
+
+def _unpack(file: Path) -> Path:
+    """Return the file, or its copy without compression."""
+    if file.suffix.lower() not in PACKED or find_kind(file) not in OPENERS or file.is_dir():
+        return file
+    from jaxtrain.data.sources.remote import unpack
+
+    return unpack(file)
 
 
 def _open(file: Path, split: str) -> RowSource:
     if file.is_dir():
         return open_saved(str(file), split)
-    if file.suffix not in OPENERS:
+    if find_kind(file) not in OPENERS:
         raise UserError(
             f"{file}: unknown kind of file; data files end in {', '.join(OPENERS)} "
             "(key data.datasets[].path)"
@@ -349,7 +368,7 @@ def _open(file: Path, split: str) -> RowSource:
             raise UserError(f"{file} is no regular file")
         if file.stat().st_size == 0:
             raise UserError(f"{file} is empty")
-        return OPENERS[file.suffix](str(file))
+        return OPENERS[find_kind(file)](str(file))
     except OSError as error:
         raise UserError(f"{file} cannot be read: {error.strerror or error}") from error
 

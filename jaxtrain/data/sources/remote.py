@@ -2,26 +2,33 @@
 
 s3://, gs://, memory:// ...   copied to the cache of downloads, then read as files here
 sqlite://, postgresql:// ...  one query's rows, in memory
+.gz, .bz2, .xz, .zst          unpacked into that cache, then read as files here
 .tar                          WebDataset: members of one name are a sample, a suffix is a column
 """
 
+import bz2
 import glob
+import gzip
 import hashlib
+import lzma
 import os
 import re
 import tarfile
-from collections.abc import Sequence
+import zlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.config.data import DatasetConfig
-from jaxtrain.data.sources.jsonl import MAX_ROW
+from jaxtrain.data.sources.jsonl import BLOCK, MAX_ROW
 from jaxtrain.errors import UserError
 from jaxtrain.safe_io import UnreadableRow, parse_json
 from jaxtrain.text_safety import show
 
 EXTRAS = {"s3": "s3", "gs": "gcs", "gcs": "gcs"}
 """Extras of this package with the file systems of a scheme."""
+MAX_RATIO = 1000
+"""Limit of the size of an unpacked file, in sizes of the packed one."""
 MAX_RESULT = 10_000_000
 """Limit of rows of a query."""
 
@@ -49,8 +56,7 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
             raise UserError(f"no file at {show(url)} (key data.datasets[].path)")
         state = [(name, str(system.ukey(name))) for name in names]
         digest = hashlib.blake2b(repr((url, state)).encode(), digest_size=12).hexdigest()
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
-        folder = home / "jaxtrain" / "downloads" / digest
+        folder = _cache() / digest
         parents = [name.partition(mark)[0] for name in names]
         root = path.rstrip("/") if is_folder else os.path.commonpath(map(os.path.dirname, parents))
         files = [folder / os.path.relpath(parent, root or ".") for parent in parents]
@@ -70,6 +76,49 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
     except Exception as error:  # file systems raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"{show(url)} cannot be read: {reason}") from error
+
+
+def unpack(file: Path) -> Path:
+    """Return a copy of a compressed file without compression, in the cache of downloads. What is
+    there already of the same file is not unpacked again. Raises UserError."""
+    try:
+        status = file.stat()
+        state = (str(file.resolve()), status.st_size, status.st_mtime_ns)
+        digest = hashlib.blake2b(repr(state).encode(), digest_size=12).hexdigest()
+        target = _cache() / digest / file.stem
+        if target.exists():
+            return target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        part = target.with_name(f"{target.name}.{os.getpid()}.part")
+        limit = MAX_RATIO * status.st_size + BLOCK
+        with PACKED[file.suffix.lower()](file) as packed, part.open("wb") as copy:
+            while block := packed.read(BLOCK):
+                copy.write(block)
+                if copy.tell() > limit:
+                    raise EOFError(f"it unpacks to more than {MAX_RATIO:,} times its size")
+        return part.replace(target)
+    except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
+        raise UserError(f"{file} cannot be unpacked: {str(error).splitlines()[0]}") from None
+
+
+def _open_zstd(file: Path) -> Any:
+    import pyarrow
+
+    return pyarrow.input_stream(str(file), compression="zstd")
+
+
+PACKED: Mapping[str, Callable[[Path], Any]] = {
+    ".gz": gzip.open,
+    ".bz2": bz2.open,
+    ".xz": lzma.open,
+    ".zst": _open_zstd,
+}
+"""What opens compressed files, by their suffix."""
+
+
+def _cache() -> Path:
+    home = Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser())
+    return home / "jaxtrain" / "downloads"
 
 
 class QueryRows:
