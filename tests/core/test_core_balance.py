@@ -114,7 +114,7 @@ def test_the_loss_spreads_the_experts():
 )
 def test_a_dense_model_is_left_alone(raw):
     """Also one of a family with experts whose layers are all dense."""
-    model = build.init(families.config_from_hf(raw), 0)
+    model = build.abstract(families.config_from_hf(raw))
     batch = pack([documents(0, 11)], 12)
     plain, balanced = (
         jax.eval_shape(loss, model, batch) for loss in (nll_loss, with_balance(nll_loss, ALL))

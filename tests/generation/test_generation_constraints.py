@@ -160,12 +160,12 @@ def test_answers_match_whatever_shares_their_batch(model, tokenizer, mixed):
 
 
 def test_every_one_of_many_draws_matches(model, tokenizer):
-    wanted = [sampling(1.5, regex=PATTERN, seed=seed) for seed in range(64)]
+    wanted = [sampling(1.5, regex=PATTERN, seed=seed) for seed in range(24)]
     texts = [
         tokenizer.decode(completion.tokens, skip_special_tokens=True)
         for completion in draw(model, tokenizer, wanted)
     ]
-    assert all(regex.fullmatch(PATTERN, text) for text in texts) and len(set(texts)) > 32
+    assert all(regex.fullmatch(PATTERN, text) for text in texts) and len(set(texts)) > 12
 
 
 def test_what_cannot_be_matched_is_named(model, tokenizer, monkeypatch):

@@ -138,7 +138,7 @@ def test_drawn_frequencies_match_the_softmax(V, bound, truncate):
     """Also with tokens in several classes, the last of them short."""
     rng = np.random.default_rng(0)
     logits = rng.standard_normal(V).astype(np.float32)
-    draws = 20000
+    draws = 5000
     keys = jax.random.split(jax.random.key(1), draws)
     draw = make_draw(draws, 0.7, min_p=1e-9 if truncate else 0.0)
     tokens, logprobs = sample(
@@ -187,6 +187,7 @@ def test_truncation_against_numpy(top_k, top_p, min_p):
         np.testing.assert_array_equal(values[sorted(actual)], row[sorted(actual)])
 
 
+@pytest.mark.slow
 def test_state_that_begins_and_state_that_goes_on_share_programs(model):
     """Prompts of more calls than one, inserted more often than once."""
     from jaxtrain.generation.local import prefill, slots

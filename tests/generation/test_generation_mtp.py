@@ -31,7 +31,7 @@ HYBRID = {
     "vocab_size": 61,
     "initializer_range": 0.3,
 }
-
+ONE_LAYER = HYBRID | {"num_hidden_layers": 1, "layer_types": ["full_attention"]}
 
 NEMOTRON = {**SIZES, **RAW["nemotron_h_moe"], "vocab_size": 61, "initializer_range": 0.3}
 MIMO = {
@@ -88,9 +88,10 @@ def test_guesses_are_those_of_the_training_pass(model, raw):
         assert guesses[row, 0] == int(model.logits(pairs)[0, -1].argmax())
 
 
-def test_newer_weights_bring_their_head(model, raw):
-    draft = unstack(HeadDraft(model.mtp, raw["num_hidden_layers"]))
-    newer = build.init(with_head(families.config_from_hf(raw), None), 1)
+def test_newer_weights_bring_their_head():
+    config = with_head(families.config_from_hf(ONE_LAYER), None)
+    older, newer = build.init(config, 0), build.init(config, 1)
+    draft = unstack(HeadDraft(older.mtp, 1))
     renewed = renew_draft(draft, newer)
     assert jax.tree.structure(renewed) == jax.tree.structure(draft), "compiled programs serve"
     kernel = np.asarray(renewed.head.fc.kernel[...])
@@ -116,9 +117,7 @@ def test_answers_are_those_of_plain_decoding(model, raw):
 def test_a_folder_drafts_with_its_head(tmp_path, capsys):
     """`--draft mtp` of a folder gives the answer of the folder alone; one without a head is
     refused."""
-    config = families.config_from_hf(
-        {**HYBRID, "num_hidden_layers": 1, "layer_types": ["full_attention"], "vocab_size": 512}
-    )
+    config = families.config_from_hf(ONE_LAYER | {"vocab_size": 512})
     for name, changed in (("head", with_head(config, None)), ("plain", config)):
         saving.save(build.init(changed, 0), changed, tmp_path / name)
         load_tokenizer("builtin").save_pretrained(tmp_path / name)

@@ -249,7 +249,7 @@ RANDOM = settings(
         pytest.param("qwen3", "reference", marks=pytest.mark.thorough),
     ],
 )
-@settings(RANDOM, max_examples=20)
+@settings(RANDOM, max_examples=10)
 @given(forest=FORESTS)
 def test_random_forests_equal_their_branches(name, impl, forest):
     check_forest(name, impl, forest)

@@ -138,7 +138,8 @@ def test_a_trajectory_without_thoughts_is_the_same_in_every_mode():
         jax.tree.map(np.testing.assert_array_equal, row, rows[0])
 
 
-@pytest.mark.parametrize("mode", [pytest.param("current_rl", marks=pytest.mark.slow), "flat"])
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["current_rl", "flat"])
 def test_flat_samples_are_another_objective(mode):
     """Their answers follow their own thoughts, and each turn trains once, not in g branches."""
     tree, flat = one_step("tree", (2, 2)), one_step(mode, (2, 2))

@@ -13,10 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from jaxtrain.config.parse import read_table
 from jaxtrain.errors import UserError
 from jaxtrain.runs.sweep import space
 from jaxtrain.runs.sweep.run import Sweep, split_gpus, sweep_command
-from jaxtrain.runs.sweep.space import list_grid, name_trial, read_sweep, read_values
+from jaxtrain.runs.sweep.space import check_sweep, list_grid, name_trial, read_values
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from doors import run_verb
@@ -35,6 +36,10 @@ datasets = [{ path = "none.jsonl" }]
 output_dir = "runs/none"
 max_steps = 9
 """
+
+
+def read_sweep(path):
+    return check_sweep(read_table(path), str(path))
 
 
 @pytest.fixture

@@ -33,6 +33,7 @@ def send_adapter(url: str, folder: Path, name: str, deadline: Deadline) -> str:
 
     Raises ServerGone, ServerRefused, or UserError for a server that accepts no files.
     """
+    # Sizes and checksums go ahead of the files: each is read twice, and none is held in memory.
     sizes = {file: describe(folder / name / file) for file in FILES}
     length = sum(size for size, _ in sizes.values())
     fields = {FILES_HEADER: json.dumps(sizes), "Content-Length": str(length)}
@@ -41,7 +42,7 @@ def send_adapter(url: str, folder: Path, name: str, deadline: Deadline) -> str:
         try:
             return str(json.loads(raw)["path"])
         except (ValueError, KeyError, TypeError):
-            status = 404
+            status = 404  # another program answers there: as one that lacks the route
     if status in (403, 404, 405):
         raise UserError(
             f"{url} does not see {folder}, where the adapters lie, and takes no files (HTTP"
@@ -91,6 +92,7 @@ def _request(
     connection = make(base.hostname or "", base.port, timeout=seconds)
     try:
         connection.connect()
+        # A socket's time-out starts anew with every read and write; this limits the whole request.
         with cut_after(seconds, connection.sock, late):
             sent = {**headers(url), "Content-Type": "application/octet-stream", **fields}
             connection.request(method, f"{base.path}{ROUTE}{name}", body, sent)

@@ -210,6 +210,7 @@ class ScatterJob(NamedTuple):
         part_index = self.piece.index
         if self.change.shape[1:] == shape[1:] and not any(part.step for part in part_index):  # rows
             first = part_index[0].start * math.prod(shape[1:]) if part_index else 0
+            # u32 positions suffice for a piece, but the tensor may have more items than that.
             where = np.add(where, first, dtype=np.int64)
         else:
             inner = np.unravel_index(where, self.change.shape)

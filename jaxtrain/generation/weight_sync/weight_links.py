@@ -162,6 +162,7 @@ class WeightLinks:
             hello, _ = wire.receive_message(connection, max_payload=0)
         except (OSError, wire.WireError):
             hello = {}
+        # A connection that fetches a payload ends with it: it is no link.
         if "fetch" in hello:
             self.offers.answer(connection, hello)
             return

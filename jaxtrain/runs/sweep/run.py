@@ -144,7 +144,7 @@ class Sweep:
     def write_table(self) -> None:
         """sweep.csv: a line a trial."""
         text = io.StringIO()
-        rows = list_results(self.file, self.study)
+        rows = list_results(self.study)
         keys = sorted({key for row in rows for key in row["values"]})
         table = csv.writer(text)
         table.writerow(["trial", "state", self.file.sweep.metric, "folder", *keys])
@@ -157,7 +157,7 @@ class Sweep:
 
     def log_best(self) -> None:
         """The best trials, and where to look."""
-        rows = list_results(self.file, self.study)
+        rows = list_results(self.study)
         done = [row for row in rows if row["state"] == "complete"]
         sign = 1 if self.file.sweep.mode == "min" else -1
         for row in sorted(done, key=lambda row: sign * row["value"])[:SHOWN]:
@@ -172,7 +172,7 @@ class Sweep:
         self.log(f"table: {folder / 'sweep.csv'}; compare: jaxtrain watch {folder}")
 
 
-def list_results(file: SweepFile, study: Study) -> list[dict[str, Any]]:
+def list_results(study: Study) -> list[dict[str, Any]]:
     """number, name, state, value and values of every trial."""
     results = []
     for trial in study.trials():

@@ -5,7 +5,6 @@ import json
 import math
 import re
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import Field, model_validator
@@ -14,7 +13,6 @@ from jaxtrain.config import load_config
 from jaxtrain.config.base import Place, Problems, Section
 from jaxtrain.config.limits import SEED, WORKERS
 from jaxtrain.config.load import validate
-from jaxtrain.config.parse import read_table
 from jaxtrain.errors import UserError
 
 MAX_CHECKED = 256
@@ -123,12 +121,6 @@ class SweepFile(Section):
         if problems:
             raise Problems(problems)
         return self
-
-
-def read_sweep(path: str | Path, **overrides: Any) -> SweepFile:
-    """The file; UserError with one line a mistake. given: keys of section sweep in the place of the
-    file's, where they are not None."""
-    return check_sweep(read_table(path), str(path), **overrides)
 
 
 def check_sweep(table: dict[str, Any], origin: str, **overrides: Any) -> SweepFile:
