@@ -16,7 +16,7 @@ with its name and a slash as prefix. The step differentiates only the trained pa
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +35,7 @@ from jaxtrain.core.weights import (
     read_start,
     split_trained,
     start_adapter,
+    stream_base,
 )
 from jaxtrain.distributed.mesh import HOST_MEMORY
 from jaxtrain.models.parameters import Params, Rebuild
@@ -127,10 +128,11 @@ class Roles:
         for name, role in self.roles.items():
             match role.weights:
                 case "own":
-                    frozen |= prefix(name, _rest(open_params(role.bundle, seed), role))
+                    frozen |= prefix(name, _open_own(role, seed))
                 case "start":
-                    copy = self._copy(start, role.dtype, donated=trained)
-                    frozen |= prefix(name, _rest(copy, role))
+                    # On the host nothing shares the buffers that the step donates.
+                    copy = _copy(start, role.dtype, donated=trained and not role.on_host)
+                    frozen |= prefix(name, to_host(copy) if role.on_host else dict(copy))
                 case "moving" if trained:
                     # The step donates the state, two leaves of which must not share a buffer.
                     copies |= prefix(name, jax.tree.map(jnp.copy, start))
@@ -144,18 +146,6 @@ class Roles:
         if folder is not None:
             bundle = dataclasses.replace(bundle, adapter=read_start(folder, bundle, key))
         return start_adapter(bundle, self.trained_shapes, weights, seed)
-
-    def _copy(self, start: Params, dtype: str | None, *, donated: bool) -> Params:
-        """Copy the starting weights, possibly to another dtype. donated: the training step donates
-        them, so the copy must not share their buffers."""
-        copied = {}
-        for path, value in start.items():
-            stored = stored_as(value.dtype, dtype)
-            if stored != value.dtype:
-                copied[path] = value.astype(stored)
-            else:
-                copied[path] = jnp.copy(value) if donated else value
-        return copied
 
     def _fill(self, tables: Params) -> Params:
         """Fill the trained role's tables with values from the data."""
@@ -237,7 +227,7 @@ class ModelSnapshot:
         role on the host are copied by each call, and freed when the caller drops them."""
         role = role or self.roles.trained
         params = self.roles.params(role, self.weights)
-        return move(params, "device") if self.roles.roles[role].on_host else params
+        return to_devices(params) if self.roles.roles[role].on_host else params
 
     def model(self, role: str | None = None) -> Any:
         """Build the role's model around its parameters."""
@@ -254,20 +244,47 @@ def prefix(role: str, params: Params) -> Params:
     return {f"{role}/{path}": value for path, value in params.items()}
 
 
-def move(params: Params, memory: str) -> Params:
-    """Copy parameters to another kind of memory, "device" or HOST_MEMORY, each where it lies."""
+def to_devices(params: Params) -> Params:
+    """Copy parameters from the memory of the hosts to the devices, each where it lies."""
     return {
-        path: jax.device_put(value, value.sharding.with_memory_kind(memory))
+        path: jax.device_put(value, value.sharding.with_memory_kind("device"))
         for path, value in params.items()
     }
 
 
-def _rest(params: Params, role: Role) -> Params:
-    return move(params, HOST_MEMORY) if role.on_host else params
+def to_host(params: Iterable[tuple[str, Any]]) -> Params:
+    """Copy parameters to the memory of their hosts, one at a time: if they are read or drawn as
+    they come, the devices never hold more than one."""
+    moved = {}
+    for path, value in params:
+        place = value.sharding.with_memory_kind(HOST_MEMORY)
+        moved[path] = jax.block_until_ready(jax.device_put(value, place))
+        del value  # before the next one is made
+    return moved
+
+
+def _open_own(role: Role, seed: int) -> Params:
+    """Return the weights of a role with other weights than the trained one, where they wait."""
+    if not role.on_host:
+        return open_params(role.bundle, seed)
+    if role.bundle.adapter is None:
+        return to_host(stream_base(role.bundle, seed))
+    return to_host(open_params(role.bundle, seed).items())
+
+
+def _copy(start: Params, dtype: str | None, *, donated: bool) -> Iterator[tuple[str, Any]]:
+    """Yield copies of the starting weights, possibly in another dtype. donated: the training step
+    donates them, so that a copy must not share their buffers."""
+    for path, value in start.items():
+        stored = stored_as(value.dtype, dtype)
+        if stored != value.dtype:
+            yield path, value.astype(stored)
+        else:
+            yield path, jnp.copy(value) if donated else value
 
 
 def move_shapes(shapes: Mapping[str, Any], on_host: bool) -> dict[str, Any]:
-    """Return shapes as `move` places their parameters, if they lie on the host."""
+    """Return shapes as `to_host` places their parameters, if they lie on the host."""
     if not on_host:
         return dict(shapes)
     return {

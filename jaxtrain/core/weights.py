@@ -4,7 +4,7 @@ What adapters and folders need is imported only where there is one.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -58,30 +58,35 @@ def abstract_params(
     return cut_layers(placed_shapes, rebuild, adapter)
 
 
+def stream_base(bundle: ModelBundle, seed: int) -> Iterator[tuple[str, Any]]:
+    """Yield (path, array) of the model without adapters, on the mesh, one at a time: loaded, or
+    drawn by seed with the numbers that the whole model would get. Nothing is quantized."""
+    if bundle.folder is None:
+        yield from build.draw_params(bundle.architecture, seed, mesh=bundle.mesh, **bundle.options)
+        return
+    from jaxtrain.models import loading
+    from jaxtrain.runs.base_record import require_weights
+
+    require_weights(bundle.folder)
+    yield from loading.read_params(
+        bundle.folder, bundle.mesh, bundle.architecture, seed, **bundle.options
+    )
+
+
 def open_base(bundle: ModelBundle, seed: int) -> Params:
     """Return the weights of the model without adapters, on the mesh: loaded, or random by seed."""
     adapter = bundle.adapter
     quantize = "none" if adapter is None else adapter.quantize
+    if adapter is None or quantize == "none":
+        if bundle.folder is None and "part" not in bundle.options:
+            # Drawn as a whole, by one program.
+            model = build.init(bundle.architecture, seed, mesh=bundle.mesh, **bundle.options)
+            return split_model(model)[0]
+        return dict(stream_base(bundle, seed))
     if bundle.folder is not None:
         from jaxtrain.runs.base_record import require_weights
 
         require_weights(bundle.folder)
-    if adapter is None or quantize == "none":
-        if bundle.folder is not None:
-            from jaxtrain.models import loading
-
-            return dict(
-                loading.read_params(
-                    bundle.folder, bundle.mesh, bundle.architecture, seed, **bundle.options
-                )
-            )
-        # Drawn one by one, with the numbers that the whole model would get.
-        if "part" in bundle.options:
-            return dict(
-                build.draw_params(bundle.architecture, seed, mesh=bundle.mesh, **bundle.options)
-            )
-        model = build.init(bundle.architecture, seed, mesh=bundle.mesh, **bundle.options)
-        return split_model(model)[0]
     from jaxtrain.adapters.storage import find_stored, quantize_params
     from jaxtrain.huggingface.packed import open_folder
     from jaxtrain.models import loading

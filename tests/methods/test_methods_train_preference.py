@@ -304,14 +304,18 @@ def test_a_run_goes_on_and_a_kept_reference_is_the_reference(config, tmp_path, c
 @pytest.mark.slow
 def test_a_reference_on_the_host_changes_no_bit(config, tmp_path, capsys, monkeypatch):
     """Beside model.remat = "offload", whose copies a CPU's program does not have."""
-    steps, moved, move = {}, [], roles.move
+    steps, moved = {}, []
 
-    def record(params, memory):
-        params = move(params, memory)
-        moved.extend(value.sharding.memory_kind for value in params.values())
-        return params
+    def recorded(move):
+        def record(params):
+            params = move(params)
+            moved.extend(value.sharding.memory_kind for value in params.values())
+            return params
 
-    monkeypatch.setattr(roles, "move", record)
+        return record
+
+    for name in ("to_host", "to_devices"):
+        monkeypatch.setattr(roles, name, recorded(getattr(roles, name)))
     for place in ("device", "host"):
         assert not moved
         words = [
