@@ -49,6 +49,8 @@ CASES = {
     "embeddings": dict(target=["mlp"], full=("embed.embedding",)),
     "gates with another rank": dict(ranks={"gate_proj": 2}),
 }
+REPEATED = ("rslora", "attention with two ranks")
+"""Cases whose scale and ranks quick tests of other cases cover."""
 GEMMA = [
     pytest.param("lora", name, marks=pytest.mark.thorough)
     for name in ("gemma4_moe", "gemma4_per_layer")
@@ -144,10 +146,7 @@ TOKENS = np.stack(documents(4, 30, 30))
     ("case", "name"),
     [
         *((case, "qwen3") for case in ("lora", "dora", "embeddings")),
-        *(
-            pytest.param(case, "qwen3", marks=pytest.mark.slow)
-            for case in ("rslora", "attention with two ranks")
-        ),
+        *(pytest.param(case, "qwen3", marks=pytest.mark.slow) for case in REPEATED),
         pytest.param("lora", "llama", marks=pytest.mark.thorough),
         pytest.param("lora", "falcon_groups", marks=pytest.mark.slow),
         *(pytest.param("lora", name, marks=pytest.mark.thorough) for name in JOINT[1:]),
@@ -399,7 +398,13 @@ def test_tensors_of_a_state_dict_hold_the_adapters_name(case, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("case", "name"), [*((case, "qwen3") for case in CASES), *EXPERTS, GEMMA[0]]
+    ("case", "name"),
+    [
+        *((case, "qwen3") for case in CASES if case not in REPEATED),
+        *(pytest.param(case, "qwen3", marks=pytest.mark.slow) for case in REPEATED),
+        *EXPERTS,
+        GEMMA[0],
+    ],
 )
 def test_merged_equals_unmerged(case, name, tmp_path):
     _, _, values, rebuild = write_case(tmp_path, case, name)

@@ -369,7 +369,13 @@ def test_version_tells_what_is_installed(capsys):
     )
 
 
-@pytest.mark.parametrize("name", SYSTEMS)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=[pytest.mark.slow] if name in ("axolotl", "llama-factory") else [])
+        for name in SYSTEMS
+    ],
+)
 def test_values_of_any_kind_end_in_a_config_or_a_line(name):
     """No rule fails on a value that the other system would refuse, and what is written is TOML."""
     system = SYSTEMS[name]
