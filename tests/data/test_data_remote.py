@@ -71,6 +71,7 @@ def test_compressed_files_are_read_beside_others(kind, tmp_path, cache):
     file.write_bytes(pack[kind](LINES.encode())[:-9])
     with pytest.raises(UserError, match=f"b.jsonl.{kind} cannot be unpacked"):
         read(file)
+    assert not [*cache.rglob("*.part")]
 
 
 def test_a_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):

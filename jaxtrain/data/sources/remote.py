@@ -81,6 +81,7 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
 def unpack(file: Path) -> Path:
     """Return a copy of a compressed file without compression, in the cache of downloads. What is
     there already of the same file is not unpacked again. Raises UserError."""
+    part = None
     try:
         status = file.stat()
         state = (str(file.resolve()), status.st_size, status.st_mtime_ns)
@@ -98,7 +99,11 @@ def unpack(file: Path) -> Path:
                     raise EOFError(f"it unpacks to more than {MAX_RATIO:,} times its size")
         return part.replace(target)
     except (OSError, EOFError, zlib.error, lzma.LZMAError) as error:
-        raise UserError(f"{file} cannot be unpacked: {str(error).splitlines()[0]}") from None
+        reason = str(error).partition("\n")[0]
+        raise UserError(f"{file} cannot be unpacked: {reason}") from None
+    finally:
+        if part is not None:
+            part.unlink(missing_ok=True)
 
 
 def _open_zstd(file: Path) -> Any:
