@@ -95,6 +95,9 @@ class SafetensorsFolder:
                     )
         elif (self.path / single).is_file():
             self._add(read_header(self.path / single))
+        elif single == SINGLE and (shards := find_shards(self.path)):
+            for shard in shards:
+                self._add(read_header(shard))
         else:
             for tensors in self._list_others():
                 self._add(tensors)
@@ -122,6 +125,22 @@ class SafetensorsFolder:
         return self.tensors[name].read(index)
 
 
+def find_shards(folder: Path) -> list[Path]:
+    """Return the shards of a folder without an index, by the number in their names; [] without any.
+    Raises UserError if one is missing."""
+    names = {file.name for file in folder.glob("model-*.safetensors") if SHARD.fullmatch(file.name)}
+    if not names:
+        return []
+    count = int(max(names).removesuffix(".safetensors")[-5:])
+    expected = [f"model-{number + 1:05d}-of-{count:05d}.safetensors" for number in range(count)]
+    if odd := sorted(names.symmetric_difference(expected)):
+        raise UserError(
+            f"{folder} has no {INDEX}, and its shards are not those of one model of {count}:"
+            f" {odd[0]} {'is of another one' if odd[0] in names else 'is missing'}"
+        )
+    return [folder / name for name in expected]
+
+
 def read_index(index: Path) -> dict[str, str]:
     """Return {tensor: file name} of an index. Raises UserError for other content."""
     homes = read_object(index, strict=True).get("weight_map")
@@ -138,7 +157,10 @@ def read_header(file: Path) -> dict[str, TensorLocation]:
     tensor."""
     size = file.stat().st_size
     with file.open("rb") as stream:
-        length = int.from_bytes(stream.read(8), "little")
+        begins = stream.read(8)
+        length = int.from_bytes(begins, "little")
+        if begins == b"version ":
+            raise UserError(f"{file} is a pointer of Git LFS: run git lfs pull in its folder")
         if size < 8 or length > size - 8:
             raise UserError(
                 f"{file} is truncated or no safetensors file: {size} bytes, header of {length}"

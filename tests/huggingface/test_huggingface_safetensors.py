@@ -83,6 +83,15 @@ def test_an_interrupted_write_leaves_the_old_model(tmp_path):
     assert (tmp_path / "model.safetensors").read_bytes() == before
 
 
+def test_shards_without_an_index_are_read(tmp_path):
+    write(tmp_path, max_shard_bytes=130)
+    (tmp_path / "model.safetensors.index.json").unlink()
+    folder = SafetensorsFolder(tmp_path)
+    assert set(folder.tensors) == set(TENSORS)
+    for name, array in TENSORS.items():
+        np.testing.assert_array_equal(folder.fetch(name, full_index(array.shape)), array)
+
+
 def truncate(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-9])
@@ -105,6 +114,22 @@ def drop_shard(folder):
     next(iter(sorted(folder.glob("model-00002*")))).unlink()
 
 
+def drop_index_and_shard(folder):
+    drop_shard(folder)
+    (folder / "model.safetensors.index.json").unlink()
+
+
+def mix_shards(folder):
+    write(folder, max_shard_bytes=130)
+    (folder / "model.safetensors.index.json").unlink()
+    (folder / "model-00001-of-00009.safetensors").write_bytes(b"of an older download")
+
+
+def point(folder):
+    path = folder / "model.safetensors"
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+
+
 def remove(folder):
     (folder / "model.safetensors").unlink()
 
@@ -116,6 +141,12 @@ def remove(folder):
         (cut_header, "model.safetensors is truncated or no safetensors"),
         (spoil_header, "damaged header"),
         (drop_shard, "model-00002-of-.* is missing"),
+        (
+            drop_index_and_shard,
+            "has no model.safetensors.index.json.* model-00002-of-.* is missing",
+        ),
+        (mix_shards, "model-00001-of-00009.safetensors is of another one"),
+        (point, "pointer of Git LFS"),
         (remove, "neither weights in safetensors nor"),
     ],
 )
