@@ -207,7 +207,10 @@ def describe_error(detail: Any, root: type[BaseModel] = Config) -> list[str]:
     key = ".".join(shorten(str(part), 100) for part in location if not is_tag(location, part))
     kind = detail["type"]
     if kind == "extra_forbidden":
-        return [f"{key}: {suggest(str(location[-1]), section_keys(location[:-1], root))}"]
+        advice = suggest(str(location[-1]), section_keys(location[:-1], root))
+        if advice.endswith(f"; here it is {key}"):
+            advice = advice.replace(f"here it is {key}", "a section of another kind has it")
+        return [f"{key}: {advice}"]
     if kind == "missing":
         return [f"{key}: is required"]
     if kind == "value_error":

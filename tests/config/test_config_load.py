@@ -160,6 +160,7 @@ def test_frozen(tmp_path):
         ("optim.lerning_rate=1", "did you mean 'learning_rate'"),
         ("data.datasets.0.formt=chat", "did you mean 'format'"),
         ("optim.lr=1", "here it is optim.learning_rate"),
+        ("task.beta=1", "unknown key 'beta'; a section of another kind has it"),
         ("run.sequence_len=8", "here it is data.sequence_len"),
         ("optim.qqq=1", "allowed here: name, options, learning_rate"),
         ("trainer.x=1", "unknown key 'trainer'"),
