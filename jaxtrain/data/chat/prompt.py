@@ -24,7 +24,7 @@ ANSWER = "#"
 class Prompt(NamedTuple):
     """Question to answer, with all that a chat template renders."""
 
-    value: str | list[Message]
+    value: str | list[dict[str, Any]]
     """Plain text, or messages; the assistant's at their end is a turn to be continued."""
     tools: list[dict[str, Any]] | None
     chat_template_kwargs: dict[str, Any] | None
@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
     """Row.images, in whose markers the messages hold images; None: they hold none."""
 
     @property
-    def messages(self) -> list[Message]:
+    def messages(self) -> list[dict[str, Any]]:
         """The prompt as messages; a text is the user's."""
         if isinstance(self.value, str):
             return [{"role": "user", "content": self.value}]
@@ -96,9 +96,9 @@ def join_answer(messages: Sequence[Message], text: str) -> tuple[list[Message], 
 
 
 def _begun_tokens(renderer: Renderer, messages: Sequence[Message], tools: Any) -> list[int]:
-    answer: Message = {"role": "assistant", "content": ANSWER}
+    answer = {"role": "assistant", "content": ANSWER}
     try:
-        before, [[turn]] = continue_turn([*messages], [[answer]])
+        before, [[turn]] = continue_turn([*map(dict, messages)], [[answer]])
         conversation, last = [*before, turn], len(before)
         spans = context_spans(conversation)
         [rendering] = renderer(without_flags(conversation), tools, [last], None, spans)
