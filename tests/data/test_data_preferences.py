@@ -277,6 +277,9 @@ def test_lengths(tokenizer):
         ({"prompt": "a", "completions": ["b", "c"], "scores": [1]}, "column scores must be a list"),
         ({"prompt": "a", "completions": ["b", "c"]}, "completions without scores or ranks"),
         ({"prompt": "a", "completions": [{"x": 1}]}, "a completion has none of"),
+        ({"prompt": [log("user", "z")], **WHOLE}, "chosen is a whole conversation that does not"),
+        ({"prompt": [*TALK, GOOD], **WHOLE}, "chosen is a whole conversation that does not hold"),
+        ({"prompt": TALK, **WHOLE, "rejected": BAD}, "chosen and rejected share no prompt"),
         ({"prompt": "z", **WHOLE}, "chosen is a whole conversation that does not hold the prompt"),
     ],
 )
@@ -343,6 +346,14 @@ def test_answers_that_continue_other_beginnings_are_not_compared(tokenizer, tmp_
     assert tokenizer.decode(ranked.prompt).endswith("assistant\nYes, ")
     texts = [tokenizer.decode(answer.tokens) for answer in ranked.answers]
     assert texts == ["a<|im_end|>", "c<|im_end|>"] and ranked.pairs == (RankedPair(0, 1),)
+
+
+def test_answers_at_the_end_of_messages_are_no_beginning(tokenizer):
+    row = {"messages": [*TALK, log("assistant", "old")], "chosen": "good", "rejected": "bad"}
+    (_, answers), _ = only(tokenizer, row)
+    assert answers == only(tokenizer, {**row, "messages": TALK})[0][1]
+    (prompt, answers), _ = only(tokenizer, {**row, "continue_final_message": True})
+    assert prompt.endswith("old") and answers[0].startswith("good")
 
 
 def test_labels_of_one_prompt_become_pairs(tokenizer, tmp_path):

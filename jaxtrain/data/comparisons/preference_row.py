@@ -63,6 +63,8 @@ NOTHING_SHARED = "chosen and rejected share no prompt"
 MAX_ANSWERS = 64
 """Limit per prompt, because each may be compared with each."""
 SPEAKER = re.compile(r"(?:^|\n\n)(Human|Assistant):[ \n]?")
+REPLIES = ("assistant", "tool")
+"""Roles that do not open a conversation."""
 BEGINS = re.compile(r"\s*Human:")
 """Conversations in one text, as the helpful-harmless data have them (Bai et al. 2022)."""
 
@@ -228,16 +230,25 @@ class PreferenceRowReader:
         else:
             return None
         if name in MESSAGES and not isinstance(row.columns[name], str):
-            return row.messages()
+            return self._leave_out_answers(name, row.messages() or [])
         value = row.get(name)
         if not isinstance(value, str):
-            return row.read_messages(value)
+            return self._leave_out_answers(name, row.read_messages(value))
         if name == "instruction" and (extra := row.text("input")):
             value = f"{value}\n\n{extra}"
         check_values(value)
         if BEGINS.match(value) and value.rstrip().endswith("\n\nAssistant:"):
             return parse_talk(value.rstrip())[:-1]
         return value, name != "prompt"
+
+    def _leave_out_answers(self, name: str, messages: Messages) -> Messages:
+        """Return a prompt without the answers at its end, unless they are to be continued."""
+        count = len(messages)
+        while not self.row.continues(name) and count > 1 and _is_answer(messages[count - 1]):
+            count -= 1
+        if count < len(messages):
+            self.row.ignore(f"answer at the end of column {name}")
+        return messages[:count]
 
     def _join(
         self, prompt: tuple[str, bool] | Messages | None, answers: Sequence[Text]
@@ -272,7 +283,7 @@ class PreferenceRowReader:
             if not all(any(map(_says, answer)) for answer in after):
                 raise MalformedRow("empty answer")  # the beginning of a turn is none
             before, after = continue_turn(prompt, after)  # type: ignore[arg-type]
-        before, after = _split(before, after, bool(text_prompt))  # type: ignore[arg-type]
+        before, after = _split(before, after)  # type: ignore[arg-type]
         for answer in after:
             if not answer or not any(map(_says, answer)):
                 raise MalformedRow("empty answer")
@@ -392,19 +403,17 @@ def key_of(judged: PreferenceRow) -> str | None:
     return json.dumps(parts, sort_keys=True, default=repr)
 
 
-def _split(
-    before: Messages | None, answers: list[Messages], text: bool
-) -> tuple[Messages, list[Messages]]:
+def _split(before: Messages | None, answers: list[Messages]) -> tuple[Messages, list[Messages]]:
     """Split the prompt from answers that are full conversations beginning with it.
 
-    text: the prompt was a text, so answers that begin with a user message are full conversations.
+    Behind a question, so are answers that do not begin with the assistant's or a tool's message.
     """
-    if before is None:
+    if before is None or all(answer[: len(before)] == before for answer in answers):
         are_conversations = True
-    elif text:
-        are_conversations = all(answer and answer[0]["role"] != "assistant" for answer in answers)
-    else:
-        are_conversations = all(answer[: len(before)] == before for answer in answers)
+    elif before[-1]["role"] not in REPLIES:
+        are_conversations = any(answer and answer[0]["role"] not in REPLIES for answer in answers)
+    else:  # the user may go on, but not from the start
+        are_conversations = any(answer[:1] == before[:1] for answer in answers)
     if not are_conversations:
         assert before is not None
         return before, answers
@@ -417,11 +426,15 @@ def _split(
         raise MalformedRow(SAME)
     if not common:
         raise MalformedRow(NOTHING_SHARED)
-    if text and before is not None:
-        question = before[0]["content"].strip()
-        if question not in [message["content"].strip() for message in common]:
-            raise MalformedRow("chosen is a whole conversation that does not hold the prompt")
+    contents = [message["content"].strip() for message in common]
+    if any(message["content"].strip() not in contents for message in before or ()):
+        raise MalformedRow("chosen is a whole conversation that does not hold the prompt")
     return common, [answer[len(shared) :] for answer in answers]
+
+
+def _is_answer(message: Mapping[str, Any]) -> bool:
+    """Return True for the assistant's words; calls wait for their results."""
+    return message["role"] == "assistant" and not message.get("tool_calls")
 
 
 def _says(message: Mapping[str, Any]) -> bool:
