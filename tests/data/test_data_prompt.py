@@ -85,3 +85,10 @@ def test_a_request_continues_its_last_message_as_vllm_does(tokenizer):
     ):
         with pytest.raises(RequestRefused, match=words):
             form.read_chat({**body, **extra}, print)
+
+
+def test_a_request_that_continues_a_thought_is_answered_with_its_rest(tokenizer):
+    form = ServingFormat(tokenizer, len(tokenizer), 256)
+    for text, opened in (("<think>\nLet me", True), ("<think>So.</think>Yes, ", False)):
+        body = {"messages": begin(text), "continue_final_message": True}
+        assert form.read_chat(body, print).opened is opened

@@ -37,7 +37,7 @@ from jaxtrain.environments.request_fields import (
     refuse,
 )
 from jaxtrain.environments.token_history import PromptTooLong, TokenHistory, TurnTemplate
-from jaxtrain.environments.tool_calls import find_family
+from jaxtrain.environments.tool_calls import CLOSED, OPENED, find_family
 from jaxtrain.errors import UserError
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.text_safety import show
@@ -195,7 +195,7 @@ class ServingFormat:
         self, messages: list[dict[str, Any]], tools: Any, kwargs: Any, images: Any
     ) -> tuple[list[int], list[dict[str, Any]], bool, PlacedImages | None]:
         """Return what `render` does for messages that end in a turn to be continued."""
-        if split_opening(messages)[1] is None:
+        if (opening := split_opening(messages)[1]) is None:
             refuse("continue_final_message: the assistant's message must be last, behind others")
         least = sum(len(message["content"]) for message in messages) // self.longest_token
         if least > self.max_model_len:
@@ -207,7 +207,7 @@ class ServingFormat:
             refuse(f"messages: {error}")
         except TemplateFailed as error:
             refuse(f"messages: the chat template refuses them: {error}")
-        return tokens, tools, False, placed
+        return tokens, tools, OPENED in opening.rpartition(CLOSED)[2], placed
 
     def read_completion(self, body: Mapping[str, Any], note: Note) -> OpenRequest:
         """Parse POST /v1/completions; RequestRefused."""
