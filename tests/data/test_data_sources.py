@@ -157,6 +157,16 @@ def test_folder_takes_the_files_of_the_split(tmp_path):
         opened(tmp_path, split="dev")
 
 
+def test_an_empty_shard_has_no_rows(tmp_path):
+    write(tmp_path / "a.jsonl", ROWS[:5])
+    for name in ("0.jsonl", "z.jsonl"):
+        (tmp_path / name).touch()
+    for path in (tmp_path, f"{tmp_path}/*.jsonl"):
+        assert len(opened(path)) == len(list(opened(path, streaming=True))) == 5
+    with pytest.raises(UserError, match="is empty"):
+        opened(f"{tmp_path}/[0z].jsonl")
+
+
 def test_folder_without_split_names_is_all_train(tmp_path):
     write(tmp_path / "x.jsonl", ROWS[:5])
     write(tmp_path / "deep" / "y.jsonl", ROWS[5:])

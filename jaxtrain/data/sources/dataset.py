@@ -50,6 +50,8 @@ OPENERS: dict[str, Callable[[str], Any]] = {
     ".txt": TextRows,
     ".tar": _open_tar,
 }
+LINES = (".jsonl", ".csv", ".txt")
+"""Kinds of files that may be empty beside others: no bytes are no rows."""
 PACKED = (".gz", ".bz2", ".xz", ".zst")
 """Suffixes of compressed files, behind one of OPENERS."""
 BUILTIN = "builtin:"
@@ -121,7 +123,7 @@ def open_rows(dataset: DatasetConfig) -> Any:
         if dataset.streaming:
             raise UserError(f"{dataset.path}: a query is read as a whole; set streaming to false")
         rows = _open_query(dataset)
-    elif files := [*map(_unpack, _find(dataset.path, split.name))]:
+    elif files := _leave_out_empty([*map(_unpack, _find(dataset.path, split.name))]):
         if dataset.streaming:
             return _limit(FileStream(tuple(map(str, files))), split, dataset.max_rows)
         rows = _join([_open(file, split.name) for file in files])
@@ -353,6 +355,15 @@ def _unpack(file: Path) -> Path:
     from jaxtrain.data.sources.remote import unpack
 
     return unpack(file)
+
+
+def _leave_out_empty(files: list[Path]) -> list[Path]:
+    """Return the files that hold bytes, as some shards of a large set may not; all if none does."""
+
+    def is_empty(file: Path) -> bool:
+        return find_kind(file) in LINES and file.is_file() and file.stat().st_size == 0
+
+    return [file for file in files if not is_empty(file)] or files
 
 
 def _open(file: Path, split: str) -> RowSource:

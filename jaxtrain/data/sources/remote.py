@@ -49,7 +49,8 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
         if glob.has_magic(path.partition(mark)[0]):
             names, is_folder = sorted(system.glob(path)), False
         elif is_folder := system.isdir(path):
-            names = [name for name in sorted(system.find(path)) if name.endswith(tuple(suffixes))]
+            ends = tuple(suffixes)
+            names = [name for name in sorted(system.find(path)) if name.lower().endswith(ends)]
         else:
             names = [path] if system.exists(path) else []
         if not names:
