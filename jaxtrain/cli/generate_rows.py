@@ -169,6 +169,10 @@ def read_request(
     keywords |= prompt.chat_template_kwargs or {}
     if args.system and messages[0]["role"] not in SYSTEM_ROLES:
         messages = [{"role": "system", "content": args.system}, *messages]
+    # Columns whose contents are part of `prompt`; read again beside it, they would contradict.
+    replaced = [name for name in (*MESSAGES, "system", "history") if name in columns]
+    if columns.get("continue_final_message"):
+        replaced.append("continue_final_message")  # the turn is complete then
     return {
         **request,
         "prompt": messages,
@@ -176,10 +180,5 @@ def read_request(
         "chat_template_kwargs": keywords or None,
         "shown": show_pictures(messages[-1]["content"]),
         "images": prompt.images,
-        # Columns whose contents are part of `prompt`; read again beside it, they would contradict.
-        "replaced": [
-            columns.renamed.get(name, name)
-            for name in (*MESSAGES, "system", "history")
-            if name in columns
-        ],
+        "replaced": [columns.renamed.get(name, name) for name in replaced],
     }

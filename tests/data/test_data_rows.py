@@ -179,6 +179,8 @@ def test_a_begun_turn_is_continued_and_an_answer_of_messages_is_not(tokenizer):
     assert read_rollout(tokenizer, asked)[0].endswith("assistant\nSure, ")
     with pytest.raises(UnusableRow, match="continue_final_message is a number"):
         read_rollout(tokenizer, {**asked, "continue_final_message": 1})
+    with pytest.raises(UnusableRow, match="no turn of the assistant is last"):
+        read_rollout(tokenizer, {**asked, "messages": [ASK]})
     dropped = Row({"prompt": [{"role": "system", "content": "s"}]}, drop_system_message=True)
     assert normalize_row(dropped) == {"prompt": []}
 

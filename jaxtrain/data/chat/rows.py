@@ -330,6 +330,10 @@ class Row:
             complete, plain = complete[:-1], plain[:-1]
         if all(message["role"] == "assistant" for message in complete):
             raise MalformedRow("the messages are all the assistant's; nothing to answer")
+        if self.get("continue_final_message") and complete[-1]["role"] != "assistant":
+            raise MalformedRow(
+                "continue_final_message is true, but no turn of the assistant is last"
+            )
         # The messages that it is compared with have no images of a column either.
         self._compare(name, plain)
         return without_flags(complete)
