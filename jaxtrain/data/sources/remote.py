@@ -13,6 +13,7 @@ import hashlib
 import lzma
 import os
 import re
+import secrets
 import tarfile
 import zlib
 from collections.abc import Callable, Mapping, Sequence
@@ -64,7 +65,7 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
         for name, file in zip(names, files, strict=True):
             if not file.exists():
                 file.parent.mkdir(parents=True, exist_ok=True)
-                part = file.with_name(f"{file.name}.{os.getpid()}.part")
+                part = file.with_name(f"{file.name}.{secrets.token_hex(8)}.part")
                 system.get_file(name, str(part))
                 part.replace(file)
         return folder if is_folder else files
@@ -91,7 +92,7 @@ def unpack(file: Path) -> Path:
         if target.exists():
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
-        part = target.with_name(f"{target.name}.{os.getpid()}.part")
+        part = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
         limit = MAX_RATIO * status.st_size + BLOCK
         with PACKED[file.suffix.lower()](file) as packed, part.open("wb") as copy:
             while block := packed.read(BLOCK):
