@@ -16,6 +16,10 @@ from jaxtrain.text_safety import show
 DEPTH = 100
 """Nesting limit of tables and lists; deeper ones overflow the stack of recursive code."""
 
+POINTER = b"version https://git-lfs.github.com/spec/"
+"""How a file of Git LFS begins whose content was not fetched."""
+POINTED = "is a pointer of Git LFS: run git lfs pull in its folder"
+
 _SURROGATE = re.compile(r"[\ud800-\udfff]")
 _ESCAPED_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
 _BOMS = {b"\xff\xfe\x00\x00": "UTF-32", b"\x00\x00\xfe\xff": "UTF-32"} | {
@@ -47,6 +51,12 @@ def read_text(path: str | Path, most: int) -> str:
     return decode(read_bytes(path, most))
 
 
+def is_pointer(path: Path) -> bool:
+    """Return True for a pointer of Git LFS in a file's place."""
+    with path.open("rb") as file:
+        return file.read(len(POINTER)) == POINTER
+
+
 def read_bytes(path: str | Path, most: int) -> bytes:
     """Return the content of a regular file of at most `most` bytes. ValueError, OSError: see
     read_text."""
@@ -61,9 +71,12 @@ def read_bytes(path: str | Path, most: int) -> bytes:
         if status.st_size > most:
             raise ValueError(f"has {status.st_size:,} bytes; at most {most:,} are read")
         with open(descriptor, "rb", closefd=False) as file:
-            return file.read(most)
+            content = file.read(most)
     finally:
         os.close(descriptor)
+    if content.startswith(POINTER):
+        raise ValueError(POINTED)
+    return content
 
 
 def decode(raw: bytes) -> str:

@@ -27,6 +27,7 @@ from jaxtrain.huggingface.files import (
     shorten,
 )
 from jaxtrain.huggingface.ops import Index, SplitPiece
+from jaxtrain.safe_io import POINTED, POINTER
 
 DTYPES: dict[str, np.dtype] = {
     "F64": np.dtype(np.float64),
@@ -159,8 +160,8 @@ def read_header(file: Path) -> dict[str, TensorLocation]:
     with file.open("rb") as stream:
         begins = stream.read(8)
         length = int.from_bytes(begins, "little")
-        if begins == b"version ":
-            raise UserError(f"{file} is a pointer of Git LFS: run git lfs pull in its folder")
+        if begins == POINTER[:8]:
+            raise UserError(f"{file} {POINTED}")
         if size < 8 or length > size - 8:
             raise UserError(
                 f"{file} is truncated or no safetensors file: {size} bytes, header of {length}"

@@ -21,6 +21,7 @@ import numpy as np
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import MAX_BYTES, find_inside, read_object, shorten
 from jaxtrain.huggingface.safetensors import TensorLocation
+from jaxtrain.safe_io import POINTED, is_pointer
 from jaxtrain.text_safety import escape_control_chars
 
 INDEX, SINGLE = "pytorch_model.bin.index.json", "pytorch_model.bin"
@@ -81,6 +82,8 @@ def read_torch_folder(folder: Path) -> Iterator[Mapping[str, TensorLocation]]:
 
 def read_torch_file(file: Path) -> dict[str, TensorLocation]:
     """Return the tensors of one file. Raises UserError for another format or content."""
+    if is_pointer(file):
+        raise UserError(f"{file} {POINTED}")
     try:
         with zipfile.ZipFile(file) as archive, file.open("rb") as stream:
             state = _read_archive(archive, stream)

@@ -10,6 +10,7 @@ from jaxtrain.data.sources import dataset as sources
 from jaxtrain.data.sources import jsonl
 from jaxtrain.data.sources.dataset import SplitSpec, open_rows, parse_split
 from jaxtrain.errors import UserError
+from jaxtrain.safe_io import POINTER
 
 ROWS = [{"text": f"row {i} é", "n": i} for i in range(10)]
 
@@ -241,6 +242,8 @@ def test_json_in_its_forms(tmp_path, text, expected):
         ("a.json", b"[1, ", "not valid JSON"),
         ("a.json", b'{\n"a": 1}', "no list of rows"),
         ("a.csv", b"text,n\n", "is empty"),
+        ("a.csv", POINTER + b"v1\noid sha256:00\nsize 5\n", "pointer of Git LFS"),
+        ("a.jsonl.gz", POINTER + b"v1\noid sha256:00\nsize 5\n", "pointer of Git LFS"),
         ("a.csv", b"text,n\na\n", "row 1: 1 values.*2 columns"),
         ("a.csv", b"\xff\xfe", "not a readable csv"),
         ("a.parquet", b"nonsense", "not a readable parquet"),

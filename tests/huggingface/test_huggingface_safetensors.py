@@ -130,6 +130,12 @@ def point(folder):
     path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
 
 
+def point_index(folder):
+    write(folder, max_shard_bytes=130)
+    point(folder)
+    (folder / "model.safetensors").rename(folder / "model.safetensors.index.json")
+
+
 def remove(folder):
     (folder / "model.safetensors").unlink()
 
@@ -147,6 +153,7 @@ def remove(folder):
         ),
         (mix_shards, "model-00001-of-00009.safetensors is of another one"),
         (point, "pointer of Git LFS"),
+        (point_index, "index.json is a pointer of Git LFS"),
         (remove, "neither weights in safetensors nor"),
     ],
 )

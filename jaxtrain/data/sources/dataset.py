@@ -32,6 +32,7 @@ from jaxtrain.data.sources.tables import (
     prune,
 )
 from jaxtrain.errors import UserError
+from jaxtrain.safe_io import POINTED, is_pointer
 from jaxtrain.text_safety import show
 
 
@@ -349,7 +350,9 @@ def find_kind(file: Path) -> str:
 
 
 def _unpack(file: Path) -> Path:
-    """Return the file, or its copy without compression."""
+    """Return the file, or its copy without compression. Raises UserError for a pointer to it."""
+    if file.is_file() and os.access(file, os.R_OK) and is_pointer(file):
+        raise UserError(f"{file} {POINTED}")
     if file.suffix.lower() not in PACKED or find_kind(file) not in OPENERS or file.is_dir():
         return file
     from jaxtrain.data.sources.remote import unpack
