@@ -182,6 +182,8 @@ def test_labels(tokenizer):
     talk = {"messages": [*TALK, BAD], "kto_tag": False}
     (prompt, answers), ranked = only(tokenizer, talk, want="labels")
     assert (prompt, answers, ranked.labels) == (ASKED, ["No!<|im_end|>"], (False,))
+    whole = {**label, "completion": [*TALK, GOOD]}
+    assert only(tokenizer, whole, want="labels")[0] == only(tokenizer, label, want="labels")[0]
     # Pairs are two labeled answers; one that is better and worse is neither.
     _, ranked = only(tokenizer, SAME_PAIR["messages"], want="labels")
     assert ranked.labels == (True, False) and ranked.pairs == ()

@@ -421,6 +421,8 @@ def _split(before: Messages | None, answers: list[Messages]) -> tuple[Messages, 
     shared = list(
         itertools.takewhile(lambda column: all(entry == column[0] for entry in column), columns)
     )
+    if before is not None and len(answers) == 1:  # it shares all with itself
+        shared = shared[: len(before)]
     common = answers[0][: len(shared)]
     if len(shared) == max(map(len, answers)) and common:
         raise MalformedRow(SAME)
