@@ -85,7 +85,8 @@ def test_verbs_on_a_damaged_config(run, capsys, how):
     damage(run / "config.json", how)
     for verb in (["eval"], ["export"], ["generate", "--prompt", "x"], ["merge"]):
         code, output = run_verb([verb[0], str(run), *verb[1:]], capsys)
-        assert code == 2 and output.startswith("error: ")
+        # A slow machine says before that it is starting.
+        assert code == 2 and "\nerror: " in f"\n{output}"
 
 
 def test_checkpoint_folders_of_odd_names(run):
