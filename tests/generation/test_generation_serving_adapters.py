@@ -1,6 +1,8 @@
 """Adapters by name beside their base: the answers of each are those of its folder alone."""
 
 import dataclasses
+import http.client
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 
@@ -24,6 +26,8 @@ ASK = {
     "logprobs": 0,
     "return_token_ids": True,
 }
+GREEDY = {**ASK, "temperature": 0}
+CLIENTS = 200
 
 
 def write_adapter(folder, base, rank, seed, full=()):
@@ -116,7 +120,37 @@ def test_answers_by_name_are_those_of_the_folder_alone(folders):
             for name, (tokens, logprobs) in alone.items():
                 assert answers[name][0] == tokens, name
                 np.testing.assert_allclose(answers[name][1], logprobs, atol=1e-5, err_msg=name)
+            check_hang_ups(served, answers)
             check_loading(served, root, answers)
+
+
+def check_hang_ups(served, answers):
+    """200 clients ask the base and three adapters; a third of them hang up and read nothing."""
+    models, read_back, lock = list(answers), [], threading.Lock()
+
+    def ask(number):
+        name = models[number % len(models)]
+        model = "toy" if name == "base" else name
+        connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=120)
+        try:
+            connection.request("POST", COMPLETE, json.dumps({"model": model, **GREEDY}))
+            if number % 3 == 0:
+                return
+            status, answer = (reply := connection.getresponse()).status, json.load(reply)
+            assert status == 200 and answer["model"] == model, answer
+            with lock:
+                read_back.append((number, name, read(answer)[0]))
+        finally:
+            connection.close()
+
+    threads = [threading.Thread(target=ask, args=(number,)) for number in range(CLIENTS)]
+    for asking in threads:
+        asking.start()
+    for asking in threads:
+        asking.join(120)
+    assert sorted(number for number, *_ in read_back) == [n for n in range(CLIENTS) if n % 3]
+    for number, name, tokens in read_back:
+        assert tokens == answers[name][0], (number, name)
 
 
 def count_prefix_tokens(served):
