@@ -41,13 +41,21 @@ class LightLoader(Loader):
 
 
 class LightFinder(MetaPathFinder):
-    """Finder of transformers alone, unless PyTorch is already imported."""
+    """Finder of transformers alone, unless PyTorch is already imported.
+
+    The file of transformers.models is left out: it reads all modeling files, for names that nothing
+    here takes from it, after transformers itself read them.
+    """
 
     loader: LightLoader | None = None
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
+        if name == "transformers.models" and self.loader is not None and self.loader.used:
+            models = importlib.machinery.ModuleSpec(name, None, is_package=True)
+            models.submodule_search_locations = [f"{folder}/models" for folder in path or ()]
+            return models
         if name != "transformers" or "torch" in sys.modules:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)
