@@ -117,6 +117,8 @@ def write_rows(folder, kind, colors):
             answer = ("red", "green", "blue")[number % 3]
             if kind in ("sft", "distillation"):
                 row["completion"] = answer
+            elif kind == "steps":
+                row |= {"completions": ["a color", "red"], "labels": [True, answer == "red"]}
             else:
                 row |= {"chosen": answer, "rejected": "black"}
             file.write(json.dumps(row) + "\n")
@@ -126,6 +128,7 @@ def write_rows(folder, kind, colors):
     ("kind", "words"),
     [
         ("reward_model", ()),
+        pytest.param("steps", ("task.labels=steps",), marks=pytest.mark.thorough),
         *(pytest.param(kind, (), marks=pytest.mark.thorough) for kind in ("sft", "preference")),
         pytest.param(
             "distillation",
@@ -138,7 +141,8 @@ def test_a_run_reads_pixels(kind, words, tmp_path):
     """Texts, sizes and so tokens are the same; the picture alone says which answer is right."""
     (tmp_path / "smolvlm.jinja").write_text(TEMPLATE)
     config = tmp_path / "config.toml"
-    config.write_text((SMOLVLM + RUN).format(folder=tmp_path, kind=kind))
+    method = "reward_model" if kind == "steps" else kind
+    config.write_text((SMOLVLM + RUN).format(folder=tmp_path, kind=method))
     write_rows(tmp_path, kind, ["red", "green", "blue"])
     losses = train(config, tmp_path / "colors", *words)
     assert list(losses) == [1, 2, 3] and losses[3] < losses[1]

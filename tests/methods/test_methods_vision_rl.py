@@ -128,6 +128,7 @@ def test_a_run_draws_answers_to_pictures(smolvlm):
         "qwen3_vl",
         pytest.param("qwen2_5_vl", marks=pytest.mark.thorough),
         pytest.param("gemma3", marks=pytest.mark.thorough),
+        pytest.param("gemma4_per_layer", marks=pytest.mark.thorough),
     ],
 )
 def test_a_run_of_a_folder_draws_answers_to_pictures(name, tmp_path):
