@@ -2,7 +2,7 @@
 
 python benchmarks/vllm_sync.py --vllm path/to/vllm/python --tokenizer path/to/a/model \
     --models smollm2-135m qwen3-moe-0.9b qwen3-8b --out benchmarks/results/vllm_sync_h100
-python benchmarks/vllm_sync.py --vllm ... --tokenizer ... --models tiny        # on CPUs, to try it
+python benchmarks/vllm_sync.py --vllm ... --tokenizer ... --models smollm2-135m   # CPUs, to try it
 
 The trainer's side is a run's own, with random float32 weights; vLLM starts with weights of its own
 (--load-format dummy), so that its log-probs become the trainer's only if every tensor arrives.

@@ -163,7 +163,7 @@ class ServerSpeaker:
         try:
             async with aiohttp.ClientSession(headers=headers, timeout=waits) as session:
                 self.model = self.model or await self._find_model(session)
-                # OpenAI's API has no thoughts in requests; some servers refuse them.
+                # OpenAI's API has no thoughts in requests.
                 earlier = [
                     {key: value for key, value in message.items() if key != "reasoning_content"}
                     for message in messages

@@ -207,10 +207,7 @@ def describe_error(detail: Any, root: type[BaseModel] = Config) -> list[str]:
     key = ".".join(shorten(str(part), 100) for part in location if not is_tag(location, part))
     kind = detail["type"]
     if kind == "extra_forbidden":
-        advice = suggest(str(location[-1]), section_keys(location[:-1], root))
-        if advice.endswith(f"; here it is {key}"):
-            advice = advice.replace(f"here it is {key}", "a section of another kind has it")
-        return [f"{key}: {advice}"]
+        return [f"{key}: {suggest(str(location[-1]), section_keys(location[:-1], root), key)}"]
     if kind == "missing":
         return [f"{key}: is required"]
     if kind == "value_error":
@@ -222,8 +219,9 @@ def describe_error(detail: Any, root: type[BaseModel] = Config) -> list[str]:
     return [f"{key}: {message}, found {input_text}"]
 
 
-def suggest(key: str, allowed: list[str]) -> str:
-    """Name the nearest allowed key, the section that has this one, or all that are allowed."""
+def suggest(key: str, allowed: list[str], path: str = "") -> str:
+    """Name the nearest allowed key, the section that has this one, or all that are allowed. path:
+    of the key, where it is not that of another section."""
     # Looking for what is near takes the product of the lengths.
     near = difflib.get_close_matches(key, allowed, n=1, cutoff=0.6) if len(key) < 64 else []
     from jaxtrain.convert import find_hint
@@ -240,6 +238,8 @@ def suggest(key: str, allowed: list[str]) -> str:
         ),
         None,
     )
+    if elsewhere and elsewhere == path:
+        return f"unknown key {show(key)}; a section of another kind has it"
     if elsewhere:
         return f"unknown key {show(key)}; here it is {elsewhere}"
     return f"unknown key {show(key)}; allowed here: {', '.join(allowed)}"

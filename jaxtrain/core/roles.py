@@ -257,8 +257,8 @@ def to_host(params: Iterable[tuple[str, Any]]) -> Params:
     they come, the devices never hold more than one."""
     moved = {}
     for path, value in params:
-        place = value.sharding.with_memory_kind(HOST_MEMORY)
-        moved[path] = jax.block_until_ready(jax.device_put(value, place))
+        sharding = value.sharding.with_memory_kind(HOST_MEMORY)
+        moved[path] = jax.block_until_ready(jax.device_put(value, sharding))
         del value  # before the next one is made
     return moved
 

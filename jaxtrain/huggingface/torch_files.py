@@ -112,7 +112,7 @@ def _read_archive(archive: zipfile.ZipFile, stream: io.BufferedReader) -> Mappin
             raise ValueError(f"the storage {key} is compressed or too short")
         stream.seek(info.header_offset)
         header = stream.read(MEMBER_HEADER)
-        lengths = (int.from_bytes(header[at : at + 2], "little") for at in (26, 28))
+        lengths = (int.from_bytes(header[first : first + 2], "little") for first in (26, 28))
         return Storage(dtype, info.header_offset + MEMBER_HEADER + sum(lengths), count)
 
     state = _Unpickler(io.BytesIO(archive.read(listing)), locate).load()
@@ -157,14 +157,14 @@ class _Unpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in STORAGES:
             return STORAGES[name]
-        known = {
+        callables = {
             ("collections", "OrderedDict"): collections.OrderedDict,
             ("torch._utils", "_rebuild_tensor_v2"): _describe,
             ("torch._utils", "_rebuild_parameter"): _describe_parameter,
         }
-        if (module, name) not in known:
+        if (module, name) not in callables:
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no plain weights need")
-        return known[module, name]
+        return callables[module, name]
 
     def persistent_load(self, pid: Any) -> Storage:
         kind, dtype, key, _, count = pid

@@ -1,4 +1,4 @@
-"""Where models beside the trained one lie."""
+"""Memory in which the models beside the trained one wait."""
 
 import dataclasses
 import gc
@@ -6,6 +6,7 @@ import gc
 import jax
 import numpy as np
 import pytest
+from tiny_models import RAW
 
 from jaxtrain.core import roles
 from jaxtrain.core.bundle import ModelBundle
@@ -13,24 +14,11 @@ from jaxtrain.core.roles import Role, Roles
 from jaxtrain.distributed.mesh import HOST_MEMORY, make_mesh
 from jaxtrain.models import build, families, saving
 
-RAW = {
-    "model_type": "qwen3",
-    "architectures": ["Qwen3ForCausalLM"],
-    "vocab_size": 128,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "tie_word_embeddings": False,
-}
-
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory):
     """A model that trains, and another one in a folder, on two devices."""
-    config, folder = families.config_from_hf(RAW), tmp_path_factory.mktemp("teacher")
+    config, folder = families.config_from_hf(RAW["qwen3"]), tmp_path_factory.mktemp("teacher")
     saving.save(build.init(config, 7), config, folder)
     mesh = make_mesh(jax.devices()[:2], fsdp=2)
     policy = ModelBundle(None, config, mesh, None, {"param_dtype": "float32"})

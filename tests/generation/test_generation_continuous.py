@@ -158,6 +158,8 @@ def test_rows_and_slots_grow_while_others_run(models):
 class Roomy:
     """A device with free memory for so many bytes of rows."""
 
+    platform = "gpu"
+
     def __init__(self, rows_bytes):
         self.limit = 10 + rows_bytes * local.AMPLE
 

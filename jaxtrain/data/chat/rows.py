@@ -406,12 +406,12 @@ class Row:
                 if message["role"] not in SYSTEM_ROLES
             ]
 
-        asked = texts(prompt)
-        actual = texts(conversation)[: len(asked)]
-        if prompt[-1]["role"] == "assistant" and len(actual) == len(asked):
+        expected = texts(prompt)
+        actual = texts(conversation)[: len(expected)]
+        if prompt[-1]["role"] == "assistant" and len(actual) == len(expected):
             speaker, text = actual[-1]
-            actual[-1] = (speaker, text[: len(asked[-1][1])])
-        if actual != asked:
+            actual[-1] = (speaker, text[: len(expected[-1][1])])
+        if actual != expected:
             column = next(column for column in MESSAGES if column in self)
             raise MalformedRow(f"columns {name} and {column} ask different things")
 
@@ -432,8 +432,8 @@ def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
         if is_conversation(columns.get(name), row.fields):
             chat = row.messages() if name in MESSAGES else row.read_messages(row.get(name))
             assert chat is not None, "is_conversation has seen it"
-            begun = name not in MESSAGES and chat and chat[-1]["role"] == "assistant"
-            if begun and not row.continues(name):
+            is_answered = name not in MESSAGES and chat and chat[-1]["role"] == "assistant"
+            if is_answered and not row.continues(name):
                 row.ignore(f"answer at the end of column {name}")
             columns[name] = _with_parts(chat, images)
     for name in IMAGES:

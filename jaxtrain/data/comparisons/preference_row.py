@@ -398,8 +398,8 @@ def key_of(judged: PreferenceRow) -> str | None:
         return None
     answer = judged.answers[0]
     spans = () if isinstance(answer, str) else context_spans(answer[:1]).get(0, ())
-    begun = [answer[0]["content"][:end] for start, end in spans if start < 0]  # type: ignore[index]
-    parts = [judged.prompt, judged.tools, judged.chat_template_kwargs, begun]
+    opening = [answer[0]["content"][:end] for start, end in spans if start < 0]  # type: ignore[index]
+    parts = [judged.prompt, judged.tools, judged.chat_template_kwargs, opening]
     return json.dumps(parts, sort_keys=True, default=repr)
 
 

@@ -94,7 +94,7 @@ def unpack(file: Path) -> Path:
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
         limit = MAX_RATIO * status.st_size + BLOCK
-        with PACKED[file.suffix.lower()](file) as packed, part.open("wb") as copy:
+        with UNPACKERS[file.suffix.lower()](file) as packed, part.open("wb") as copy:
             while block := packed.read(BLOCK):
                 copy.write(block)
                 if copy.tell() > limit:
@@ -114,7 +114,7 @@ def _open_zstd(file: Path) -> Any:
     return pyarrow.input_stream(str(file), compression="zstd")
 
 
-PACKED: Mapping[str, Callable[[Path], Any]] = {
+UNPACKERS: Mapping[str, Callable[[Path], Any]] = {
     ".gz": gzip.open,
     ".bz2": bz2.open,
     ".xz": lzma.open,

@@ -20,7 +20,7 @@ from jaxtrain.text_safety import escape_control_chars
 AGAIN = ("error", "timeout", "crash")
 """Kinds of replies after which a retry may succeed, for instance of a judge over HTTP."""
 MOST_WORKERS = 8
-"""Processes by default; more would wait for the sampler, not for each other."""
+"""Limit of the default number of processes, each of which imports what its functions need."""
 
 Scores = list[dict[str, float | None]]
 

@@ -248,9 +248,12 @@ class LocalSampler(Requests):
 
     def _affords(self, slots: int) -> bool:
         """Return True if all rows of so many slots take at most one part in AMPLE of the memory
-        that is free: then no longer prompt has to compile anything."""
+        that is free: then no longer prompt has to compile anything. Only on GPUs, whose attention
+        reads no slot that is not filled; elsewhere each token would cost more."""
         device = next(iter(self.mesh.local_devices)) if self.mesh else jax.local_devices()[0]
-        stats = device.memory_stats() or {}  # a CPU has none, and keeps small rows
+        if device.platform != "gpu":
+            return False
+        stats = device.memory_stats() or {}
         free = stats.get("bytes_limit", 0) - stats.get("bytes_in_use", 0)
         cache = jax.eval_shape(lambda: self.model.init_cache(self.max_batch, slots))
         return AMPLE * sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache)) <= free
