@@ -259,11 +259,16 @@ def open_models(
 def open_loader(
     model: "Model", args: argparse.Namespace, served: "LocalEngine", thread: ThreadPoolExecutor
 ) -> "AdapterLoader":
-    """Return the loader of the served model's adapters, which share as many rows as it has."""
+    """Return the loader of the served model's adapters. Those without a slot have engines of their
+    own, together with as many rows as the model's."""
+    from jaxtrain.generation.local.adapter_slots import AdapterSlots
     from jaxtrain.generation.local.engine import LocalEngine
     from jaxtrain.generation.serving.adapters import AdapterLoader
 
-    rows = max(1, served.sampler.max_batch // (args.max_loras or len(args.lora)))
+    count = args.max_loras or len(args.lora)
+    rows = max(1, served.sampler.max_batch // count)
+    # One more than adapters: one that is replaced keeps its slot until its answers have ended.
+    slots = AdapterSlots(served.sampler, count + 1 if args.max_loras else count)
 
     def open_engine(weights: Any) -> LocalEngine:
         sampler = model.sampler(True, max_batch=rows, prefixes=args.prefix_cache)
@@ -271,8 +276,8 @@ def open_loader(
         return LocalEngine(sampler, thread)
 
     snapshot = model.snapshot
-    weights = served.sampler.model
-    return AdapterLoader(snapshot.roles.bundle, snapshot.params(), weights, open_engine)
+    bundle, params = snapshot.roles.bundle, snapshot.params()
+    return AdapterLoader(bundle, params, served, slots, open_engine)
 
 
 def open_training(

@@ -1,7 +1,11 @@
-"""Samples from any saved weights by one engine, which holds one set of weights at a time.
+"""Samples from any saved weights by one engine, which holds the weights of one model at a time.
 
-Requests for the weights that it holds are drawn together; those for others wait until it is idle.
-They take turns in the order in which they came, so no weights wait forever.
+    base, and adapters in its slots ── drawn together ──┐
+    all weights of another model ───────────────────────┴── take turns
+
+Requests for what it holds are drawn together; those for others wait until it is idle. They take
+turns in the order in which they came, so no weights wait forever. Adapters that have no slot take
+turns, too.
 """
 
 import asyncio
@@ -10,11 +14,14 @@ from collections import OrderedDict, deque
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
 
+from jaxtrain.adapters.slotted import AdapterSlot
 from jaxtrain.generation.engine import Completion, Likely
+from jaxtrain.generation.local.adapter_slots import AdapterEngine, AdapterSlots
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.shared_base import LayoutCache, lay_out
 from jaxtrain.generation.local.slots import unstack
@@ -22,9 +29,19 @@ from jaxtrain.training_api.trainer import ModelKind
 from jaxtrain.training_api.weights_store import WeightsStore
 
 CACHE_SIZE = 4
-"""Sets of weights that stay in memory after they were saved or read."""
+"""Sets of weights that stay in memory after they were saved or read, and adapters that are drawn
+with at once."""
 UNKNOWN = "?"
 """No path: the engine's weights while they are replaced."""
+
+
+@dataclass
+class LoadedAdapter:
+    """Adapter in a slot."""
+
+    slot: AdapterSlot
+    users: int = 0
+    """Requests that are drawn with it; changed by the event loop alone."""
 
 
 class Samplers:
@@ -34,8 +51,13 @@ class Samplers:
         """engine: with the weights of the base. thread: the one that launches device work."""
         self.store, self.engine, self.thread = store, engine, thread
         self.current: str | None = None
-        """Path of the weights that the engine holds; None: the base; UNKNOWN."""
+        """Path of the weights that the engine holds; None: the base with its slots; UNKNOWN."""
         self._base = engine.sampler.model
+        self.slots = AdapterSlots(engine.sampler, CACHE_SIZE)
+        self._loaded: OrderedDict[str, LoadedAdapter] = OrderedDict()
+        """Adapters in slots by path; that of the last request comes last."""
+        self._stale: list[LoadedAdapter] = []
+        """Those whose path has other weights now; the device's thread frees their slots."""
         self._cache: OrderedDict[str, tuple[ModelKind, Any]] = OrderedDict()
         self._layouts = LayoutCache()
         self._waiting: deque[tuple[int, str | None]] = deque()
@@ -47,34 +69,49 @@ class Samplers:
         """Keep the weights of a path in memory; called by the device's thread."""
         if path == self.current:  # other weights had this name until they were deleted
             self.current = UNKNOWN
+        if path in self._loaded:
+            self._stale.append(self._loaded.pop(path))
         self._cache[path] = (kind, params)
         self._cache.move_to_end(path)
         while len(self._cache) > CACHE_SIZE:
             self._cache.popitem(last=False)
 
     @asynccontextmanager
-    async def turn(self, path: str | None) -> AsyncIterator[LocalEngine]:
+    async def turn(self, path: str | None) -> AsyncIterator[LocalEngine | AdapterEngine]:
         """Hold the engine with these weights. UserError for weights that do not exist."""
-        ticket = next(self._tickets), path
+        loop = asyncio.get_running_loop()
+        slotted = path is not None and self.slots.is_open
+        if slotted and path not in self._loaded:
+            slotted = await loop.run_in_executor(self.thread, self._has_slot, path)
+        adapter, weights = None, None if slotted else path
+        ticket = next(self._tickets), weights
         async with self._free:
             self._waiting.append(ticket)
             try:
                 await self._free.wait_for(lambda: self._may_start(ticket))
-                if path != self.current:
+                if weights != self.current:
                     # A client that hangs up cancels the wait but not the thread: the next turn must
                     # set its weights again.
                     self.current = UNKNOWN
-                    loop = asyncio.get_running_loop()
-                    await loop.run_in_executor(self.thread, self._use, path)
+                    await loop.run_in_executor(self.thread, self._use, weights)
+                while slotted and adapter is None:
+                    adapter = await loop.run_in_executor(self.thread, self._load, path)
+                    if adapter is None:  # requests are drawn with every slot
+                        await self._free.wait()
                 self._running += 1
+                if adapter is not None:
+                    adapter.users += 1
             finally:
                 self._waiting.remove(ticket)
                 self._free.notify_all()
         try:
-            yield self.engine
+            engine = self.engine
+            yield engine if adapter is None else AdapterEngine(engine, self.slots, adapter.slot)
         finally:
             async with self._free:
                 self._running -= 1
+                if adapter is not None:
+                    adapter.users -= 1
                 self._free.notify_all()
 
     def _may_start(self, ticket: tuple[int, str | None]) -> bool:
@@ -84,18 +121,48 @@ class Samplers:
         return ticket[1] == self.current and all(path == self.current for _, path in before)
 
     def _use(self, path: str | None) -> None:
-        model = self._base if path is None else self._open(path)
+        model = self.slots.model if path is None else self._open(path)
         self.engine.use(model, next(self._versions))
         # Here and not in the event loop: `keep` of this thread may replace the weights next.
         self.current = path
 
-    def _open(self, path: str) -> Any:
-        """Return the sampler's model of a path."""
+    def _read(self, path: str) -> tuple[ModelKind, Any]:
+        """Return the kind and the parameters of a path."""
         if path not in self._cache:
             saved = self.store.find(path, "sampler_weights", "model_path")
             kind = self.store.base.kind(saved.lora)
             self.keep(path, kind, self.store.read_params(saved.folder, kind))
-        kind, params = self._cache[path]
+        return self._cache[path]
+
+    def _has_slot(self, path: str) -> bool:
+        """Return True if a path holds an adapter that has a form for slots."""
+        kind, params = self._read(path)
+        adapter = kind.roles.bundle.adapter
+        return adapter is not None and self.slots.takes(adapter, params)
+
+    def _load(self, path: str) -> LoadedAdapter | None:
+        """Return the adapter of a path in a slot, perhaps that of one that nobody draws with; None
+        if there is no such slot."""
+        if path in self._loaded:
+            self._loaded.move_to_end(path)
+            return self._loaded[path]
+        if not self.slots.has_room:
+            idle = [key for key, loaded in self._loaded.items() if not loaded.users]
+            self._stale += [self._loaded.pop(key) for key in idle[:1]]
+        for loaded in [loaded for loaded in self._stale if not loaded.users]:
+            self._stale.remove(loaded)
+            self.slots.free(loaded.slot)
+        if not self.slots.has_room:
+            return None
+        kind, params = self._read(path)
+        slot = self.slots.load(kind.roles.bundle.adapter, params)
+        assert slot is not None, "_has_slot has seen these weights"
+        loaded = self._loaded[path] = LoadedAdapter(slot)
+        return loaded
+
+    def _open(self, path: str) -> Any:
+        """Return the sampler's model of a path."""
+        kind, params = self._read(path)
         with jax.set_mesh(kind.base.mesh):
             build = kind.roles.rebuild(kind.roles.trained)
             if not kind.lora.rank:

@@ -4,7 +4,9 @@ import jax
 import numpy as np
 import pytest
 
+from jaxtrain.adapters.slotted import NO_ADAPTER, AdapterSlot
 from jaxtrain.generation.engine import Sampling
+from jaxtrain.generation.local.prefill import Prompt
 from jaxtrain.generation.local.prefix_cache import PrefixCache
 from jaxtrain.generation.local.sampler import LocalSampler
 from jaxtrain.generation.local.slots import unstack
@@ -87,7 +89,7 @@ def test_memory_is_that_of_a_few_rows_and_the_oldest_goes(model):
     for prompt in prompts:
         sampler.generate([prompt], GREEDY)
     assert {x.shape[0] for x in jax.tree.leaves(sampler.prefixes.stored)} == {2}
-    prefixes = [sampler.prefixes.find([*prompt, 5]) for prompt in prompts]
+    prefixes = [sampler.prefixes.find(Prompt.of([*prompt, 5], None)) for prompt in prompts]
     assert prefixes[0] is None and [entry.count for entry in prefixes[1:]] == [91, 91]
     # Rows that grow make the kept ones grow, too.
     sampler.generate([[4, *PROMPT * 3]], GREEDY)
@@ -136,7 +138,9 @@ def test_a_ring_serves_only_prompts_that_go_on_behind_it():
 
 def test_an_earlier_turn_is_replaced_by_the_later_one():
     cache = PrefixCache(3)
-    cache._tokens.update({0: np.arange(5), 2: np.arange(9)})
-    assert cache._choose(np.arange(7)) == 0 and cache._choose(np.arange(3)) == 1
-    cache._tokens[1] = np.arange(4) + 50
-    assert cache._choose(np.arange(3)) == 0
+    other = AdapterSlot(1, 1)
+    cache._tokens.update({0: (NO_ADAPTER, np.arange(5)), 2: (NO_ADAPTER, np.arange(9))})
+    assert [cache._choose(NO_ADAPTER, np.arange(length)) for length in (7, 3)] == [0, 1]
+    assert cache._choose(other, np.arange(7)) == 1
+    cache._tokens[1] = other, np.arange(4) + 50
+    assert cache._choose(NO_ADAPTER, np.arange(3)) == 0

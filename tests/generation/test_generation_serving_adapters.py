@@ -16,6 +16,7 @@ from jaxtrain.adapters.spec import Adapter, LoRASpec, choose_slots, find_linears
 from jaxtrain.api import Model
 from jaxtrain.cli.serve import split_layers
 from jaxtrain.core.weights import abstract_params
+from jaxtrain.generation.local.adapter_slots import AdapterSlots
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.serving.adapters import AdapterLoader, AdapterRoutes
 
@@ -79,7 +80,7 @@ def test_answers_by_name_are_those_of_the_folder_alone(folders):
     with ThreadPoolExecutor(1) as thread:
         sampler = base.sampler(True)
         sampler.use(split_layers(base, sampler.model), 0)
-        engine = LocalEngine(sampler, thread)
+        engine, opened = LocalEngine(sampler, thread), []
 
         def open_engine(model):
             sampler = base.sampler(True, prefixes=2)
@@ -88,7 +89,8 @@ def test_answers_by_name_are_those_of_the_folder_alone(folders):
 
         def extend(answerer):
             bundle, params = base.snapshot.roles.bundle, base.snapshot.params()
-            loader = AdapterLoader(bundle, params, sampler.model, open_engine)
+            loader = AdapterLoader(bundle, params, engine, AdapterSlots(sampler, 4), open_engine)
+            opened.append(loader)
             return AdapterRoutes(answerer, loader, thread, 3).routes()
 
         with serving(base.tokenizer, engine, extend=extend) as served:
@@ -104,7 +106,8 @@ def test_answers_by_name_are_those_of_the_folder_alone(folders):
                 entry = f'"id": "{name}", "object": "model"'.encode()
                 assert entry in listed and f'"root": "{root / name}"'.encode() in listed
             assert listed.count(b'"parent": "toy"') == 3
-            answers = {}
+            answers, (loader,) = {}, opened
+            assert len(loader.slots._free) == 2, "a table has no slot"
 
             def ask(name):
                 model = "toy" if name == "base" else name
@@ -168,7 +171,9 @@ def check_loading(served, root, answers):
     status, text = change("load", lora_name="more", lora_path=str(root / "one"))
     assert status == 400 and "3 adapters are loaded already" in text
     assert change("load", load_inplace=True, **request)[0] == 200
-    assert read(served.post(COMPLETE, model="one", temperature=0, **ASK)[1]) == answers["like"]
+    tokens, logprobs = read(served.post(COMPLETE, model="one", temperature=0, **ASK)[1])
+    assert tokens == answers["like"][0]
+    np.testing.assert_allclose(logprobs, answers["like"][1], atol=1e-5)
     counted = count_prefix_tokens(served)
     assert counted > 0
     assert change("unload", lora_name="one")[0] == 200

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from smolvlm_text import draw, open_tokenizer
 
+from jaxtrain.adapters.slotted import NO_ADAPTER
 from jaxtrain.generation.engine import MAX_LIKELY
 from jaxtrain.generation.local import scoring
 from jaxtrain.generation.serving.open_request import ServingFormat
@@ -36,13 +37,14 @@ def test_images_of_messages_are_placed(tmp_path):
 
 
 def test_as_many_likely_tokens_remain_without_those_that_are_never_drawn(monkeypatch):
-    def score_text(sampler, tokens, images, k):
+    def score_text(sampler, tokens, images, k, adapter):
         return [0.0] * len(tokens), [[(token, -float(token)) for token in range(k)]] * len(tokens)
 
     monkeypatch.setattr(scoring, "score_text", score_text)
     sampler = SimpleNamespace(model=SimpleNamespace(never_drawn=(1, 3)))
     sampling = SimpleNamespace(temperature=1.0)
-    request = SimpleNamespace(prompt=[5], sampling=sampling, images=None, constraint=None)
+    fields = {"images": None, "constraint": None, "adapter": NO_ADAPTER}
+    request = SimpleNamespace(prompt=[5], sampling=sampling, **fields)
     answer = SimpleNamespace(tokens=[0, 2], logprobs=[0.0, 0.0])
     for likely in scoring.find_likely(sampler, request, answer, MAX_LIKELY):
         tokens = [token for token, _ in likely]

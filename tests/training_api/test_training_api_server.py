@@ -178,10 +178,18 @@ def test_samples_that_cannot_be_drawn(server, params, text):
 
 
 def draw(server, session, seq_id, tokens, **options):
+    return read_samples(server.result(ask_sample(server, session, seq_id, tokens, **options)))
+
+
+def ask_sample(server, session, seq_id, tokens, **options):
     prompt = {"chunks": [{"type": "encoded_text", "tokens": tokens}]}
     body = {"sampling_session_id": session, "seq_id": seq_id, "prompt": prompt, **options}
+    return server.ask("asample", body)
+
+
+def read_samples(result):
     message = wire.SampleResponse()
-    message.ParseFromString(server.result(server.ask("asample", body)))
+    message.ParseFromString(result)
     answers = [
         (np.frombuffer(s.tokens, np.int32), np.frombuffer(s.logprobs, np.float32))
         for s in message.sequences
@@ -219,12 +227,53 @@ def test_samples_have_the_log_probs_that_forward_gives(server):
     bare = server.ask("create_sampling_session", base)["sampling_session_id"]
     _, base_logprobs = draw(server, bare, 0, [5, 6, 7], **options)
     assert np.isnan(base_logprobs[0]) and np.abs(base_logprobs[1:] - prompt[1:]).max() > 1e-4
-    # The base is not laid out again for each kind of adapter.
+    check_shared(server)
+
+
+def check_shared(server):
+    """The base's arrays are those of the model with slots, not laid out again."""
     samplers = server.api.samplers
-    shared, _ = split_model(samplers._base)
-    assert samplers._layouts.by_kind
-    for laid_out, _, _ in samplers._layouts.by_kind.values():
-        assert all(shared[path] is value for path, value in laid_out.items())
+    (shared, _), (slotted, _) = split_model(samplers._base), split_model(samplers.slots.model)
+    assert len(slotted) > len(shared) and not samplers._layouts.by_kind
+    assert all(slotted[path] is value for path, value in shared.items())
+
+
+@pytest.mark.slow  # compiles the sampler
+def test_adapters_and_the_base_are_drawn_together_and_whole_models_in_turns(server, monkeypatch):
+    sampler, together = server.api.samplers.engine.sampler, []
+
+    def step(draw=sampler.step):
+        ended = draw()
+        drawn = [*ended, *filter(None, sampler._running)]
+        together.append(len({request.adapter for request in drawn}))
+        return ended
+
+    monkeypatch.setattr(sampler, "step", step)
+    clients = [Client(server, 4), Client(server, 2, train_mlp=False), Client(server, 0)]
+    saved = []
+    for client in (*clients, clients[0], clients[1], clients[0]):
+        client.step(DATA)
+        data = [(np.arange(5, 15), {"target_tokens": np.arange(6, 16)})]
+        (scored,), _ = read_output(server.result(client.forward_backward(data, forward_only=True)))
+        number = len(saved)
+        answer = client.post("save_weights_for_sampler", sampling_session_seq_id=number)
+        saved.append((server.result(answer)["sampling_session_id"], scored))
+    base = {"session_id": client.session, "sampling_session_seq_id": 99, "base_model": "toy"}
+    sessions = [session for session, _ in saved]
+    sessions.append(server.ask("create_sampling_session", base)["sampling_session_id"])
+    params = {"max_tokens": 150, "temperature": 0}
+    options = {"sampling_params": params, "prompt_logprobs": True}
+    prompt = list(range(5, 16))
+    promises = [
+        [ask_sample(server, session, number, prompt, **options) for session in sessions]
+        for number in range(3)
+    ]
+    for row in promises:
+        answers = [read_samples(server.result(promise)) for promise in row]
+        for (_, scored), (_, prompt_logprobs) in zip(saved, answers[:-1], strict=True):
+            np.testing.assert_allclose(prompt_logprobs[1:], scored, atol=2e-5)
+    assert max(together) > 2, "adapters are drawn in one batch"
+    check_shared(server)
 
 
 def test_weights_are_saved_and_loaded(server, alone):
@@ -432,10 +481,7 @@ def test_adapters_over_a_quantized_base_are_trained_and_sampled(tmp_path):
         np.testing.assert_allclose(logprobs, scored[2:], atol=2e-5)
         refused = Client(server, rank=0).created
         assert "rank 0 trains all weights" in refused["error"] and "int8" in refused["error"]
-        # The quantized arrays are shared, not laid out again.
-        shared, _ = split_model(server.api.samplers._base)
-        ((laid_out, _, _),) = server.api.samplers._layouts.by_kind.values()
-        assert all(shared[path] is value for path, value in laid_out.items())
+        check_shared(server)
     finally:
         server.stop()
 

@@ -16,6 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
+from jaxtrain.adapters.slotted import NO_ADAPTER, AdapterSlot
 from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.engine import Completion, EpisodeFailed, Likely, Sampling
@@ -74,10 +75,27 @@ class LocalEngine:
         A draw depends on (sampling.seed, index, length of the prompt, prompt, weights) alone.
         Raises EpisodeFailed for a prompt that leaves no room for an answer.
         """
+        request = self.open_request(prompt, sampling, stop_ids, index, images)
+        return await self.answer(request, likely, watch)
+
+    def open_request(
+        self,
+        prompt: Sequence[int],
+        sampling: Sampling,
+        stop_ids: Sequence[int],
+        index: int,
+        images: PlacedImages | None,
+    ) -> Request:
+        """Return a request for `answer`; see `generate`."""
         if len(prompt) >= self.sampler.max_len:
             raise EpisodeFailed("the conversation fills the model's longest row")
         number = draw_number(index, len(prompt))
-        request = self.sampler.request(list(prompt), sampling, stop_ids, number, images=images)
+        return self.sampler.request(list(prompt), sampling, stop_ids, number, images=images)
+
+    async def answer(
+        self, request: Request, likely: int, watch: Callable[[Completion], None] | None
+    ) -> Completion:
+        """Draw a request, batched with all others; see `generate`."""
         loop = asyncio.get_running_loop()
         future = self._futures[request] = loop.create_future()
         if (listener := find_listener()) is not None:
@@ -99,8 +117,11 @@ class LocalEngine:
                 self.sampler.abort(request)
         if not likely:
             return answer
-        request = self.sampler.request(list(prompt), sampling, stop_ids, images=images)
-        work = partial(find_likely, self.sampler, request, answer, likely)
+        # A constraint has followed the answer: a new one begins before it.
+        images, ends = request.images, request.ends
+        undrawn = self.sampler.request(request.prompt, request.sampling, ends, images=images)
+        undrawn.adapter = request.adapter
+        work = partial(find_likely, self.sampler, undrawn, answer, likely)
         return answer._replace(likely=await loop.run_in_executor(self._executor(), work))
 
     @property
@@ -109,10 +130,13 @@ class LocalEngine:
         return self.sampler.predicts_next
 
     async def score(
-        self, tokens: Sequence[int], images: PlacedImages | None = None
+        self,
+        tokens: Sequence[int],
+        images: PlacedImages | None = None,
+        adapter: AdapterSlot = NO_ADAPTER,
     ) -> tuple[list[float], list[Likely]]:
         """Return `score_text` of a text, computed between chunks."""
-        work = partial(score_text, self.sampler, tokens, images)
+        work = partial(score_text, self.sampler, tokens, images, adapter=adapter)
         return await asyncio.get_running_loop().run_in_executor(self._executor(), work)
 
     async def close(self) -> None:

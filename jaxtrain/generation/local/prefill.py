@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtrain_kernels import Context
 
+from jaxtrain.adapters.slotted import NO_ADAPTER, AdapterSlot, choose_adapters
 from jaxtrain.batch import IMAGE_SLOT, Batch, Images, RouteShape
 from jaxtrain.data.packing.pack import ImagePacker
 from jaxtrain.data.packing.tree import Image, PlacedImages
@@ -45,22 +46,26 @@ class StoredPrefix(NamedTuple):
 
 @dataclass(frozen=True)
 class Prompt:
-    """Tokens to be continued. Two are equal if tokens and images are: different images have the
-    same tokens."""
+    """Tokens to be continued. Two are equal if tokens, images and adapter are: different images
+    have the same tokens."""
 
     tokens: tuple[int, ...]
     images: tuple[Image, ...] = ()
     slot: tuple[int, ...] = ()
     """As in PlacedImages; empty without images."""
+    adapter: AdapterSlot = NO_ADAPTER
+    """Adapter that reads it."""
     stored: StoredPrefix | None = field(default=None, compare=False)
     """State to begin from; None: the empty one."""
 
     @classmethod
-    def of(cls, tokens: Sequence[int], placed: PlacedImages | None) -> "Prompt":
+    def of(
+        cls, tokens: Sequence[int], placed: PlacedImages | None, adapter: AdapterSlot = NO_ADAPTER
+    ) -> "Prompt":
         """Return the prompt of tokens and their images."""
         if placed is None:
-            return cls(tuple(tokens))
-        return cls(tuple(tokens), placed.images, tuple(placed.slot.tolist()))
+            return cls(tuple(tokens), adapter=adapter)
+        return cls(tuple(tokens), placed.images, tuple(placed.slot.tolist()), adapter)
 
     @property
     def placed(self) -> PlacedImages:
@@ -135,6 +140,8 @@ class FilledPrompts(NamedTuple):
     exact model hidden states [U, D]."""
     length: jax.Array
     """int32 [U] tokens read."""
+    adapter: jax.Array | np.ndarray
+    """int32 [U] slot of the adapter that reads them."""
     shift: jax.Array | None = None
     """int32 [U]: what is added to the index of a token behind the prompt where a model turns by
     time, row and column, because images take fewer positions than tokens; None of other models."""
@@ -167,7 +174,7 @@ def empty_prompts(model: Any, *, U: int, S: int) -> FilledPrompts:
     shape, dtype = ((U, V), jnp.float32) if model.exact is None else ((U, D), model.compute_dtype)
     no_U = jnp.zeros(U, jnp.int32)
     shift_U = None if model.rope_axes is None else no_U
-    return FilledPrompts(model.init_cache(U, S), jnp.zeros(shape, dtype), no_U, shift_U)
+    return FilledPrompts(model.init_cache(U, S), jnp.zeros(shape, dtype), no_U, no_U, shift_U)
 
 
 @jax.jit
@@ -194,6 +201,7 @@ def fill(
     the rows with the experts of the tokens if `routes` asks for them. fresh_U: bool, rows that
     begin a new prompt. group: their images."""
     U, C = tokens_UC.shape
+    choose_adapters(model, filled.adapter)
     seen = None if group is None else group.cut(C)
     # An empty cache of one slot clears a row: keys and values behind its length are never seen, so
     # that only recurrent states have to be reset as a whole.
@@ -211,6 +219,7 @@ def fill(
         read.cache,
         jnp.where((counts_U > 0)[:, None], last_output_UX, filled.last_output),
         jnp.where(fresh_U, 0, filled.length) + counts_U,
+        filled.adapter,
         filled.shift,
     )
     if filled.shift is not None:
@@ -304,7 +313,7 @@ def read_by(
     filled = empty_prompts(model, U=block.rows, S=slots)
     waiting = deque(prompts)
     reading: list[tuple[Prompt, int] | None] = [None] * block.rows
-    group = None
+    group, adapter_U = None, np.zeros(block.rows, np.int32)
     while waiting or any(reading):
         begins = images is None or not any(reading)
         if images is not None and begins:
@@ -319,6 +328,7 @@ def read_by(
             if reading[row] is None and waiting and begins:
                 prompt = waiting.popleft()
                 reading[row], fresh_U[row] = (prompt, prompt.start), prompt.stored is None
+                adapter_U[row] = prompt.adapter.index
                 if prompt.stored is not None:
                     source, count = map(np.int32, prompt.stored)
                     filled = resume(model, filled, np.int32(row), stored, source, count)
@@ -331,6 +341,7 @@ def read_by(
             ended = stop == len(prompt.tokens)
             reading[row] = None if ended else (prompt, stop)
             chunks.append(ReadChunk(row, prompt, len(chunk), ended))
+        filled = filled._replace(adapter=adapter_U)
         filled, routed = fill(model, filled, tokens_UC, counts_U, fresh_U, routes, group)
         yield PrefillCall(filled, chunks, routed)
         if group is not None:

@@ -4,20 +4,21 @@
                                              │
                     other weights: emptied ──┘   the oldest is replaced
 
-So the next turn of a conversation does not read the earlier ones again. States of attention serve
+So the next turn of a conversation does not read the earlier ones again, if the same adapter draws
+it. States of attention serve
 any beginning of their tokens. Those of recurrent layers and of rings of a window cannot step back:
 they serve prompts that continue all of their tokens.
 """
 
 from collections import OrderedDict
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 
+from jaxtrain.adapters.slotted import AdapterSlot
 from jaxtrain.distributed.sharding import state_program
-from jaxtrain.generation.local.prefill import StoredPrefix
+from jaxtrain.generation.local.prefill import Prompt, StoredPrefix
 from jaxtrain.layers.mixer import Tokenwise
 
 
@@ -34,8 +35,9 @@ class PrefixCache:
         """Tokens of all prompts so far, and those of them that were not read again."""
         self._weights: object = None
         self._cuts = False
-        self._tokens: OrderedDict[int, np.ndarray] = OrderedDict()
-        """Tokens that each stored row has read; the row that was used last comes last."""
+        self._tokens: OrderedDict[int, tuple[AdapterSlot, np.ndarray]] = OrderedDict()
+        """Tokens that each stored row has read, with an adapter; the row that was used last comes
+        last."""
 
     def clear(self) -> None:
         """Forget everything."""
@@ -52,25 +54,25 @@ class PrefixCache:
                 for spec, mixer in model.stack.mixers()
             )
 
-    def find(self, tokens: Sequence[int]) -> StoredPrefix | None:
+    def find(self, prompt: Prompt) -> StoredPrefix | None:
         """Return the longest stored beginning of a prompt; None: there is none. The prompt's last
         token is always read: it predicts the first of the answer."""
         best = StoredPrefix(0, 0)
-        prompt = np.asarray(tokens[:-1], np.int32)
-        for row, read in self._tokens.items():
-            length = min(len(prompt), len(read))
-            differs = np.flatnonzero(prompt[:length] != read[:length])
+        tokens = np.asarray(prompt.tokens[:-1], np.int32)
+        for row, (adapter, read) in self._tokens.items():
+            length = min(len(tokens), len(read)) if adapter == prompt.adapter else 0
+            differs = np.flatnonzero(tokens[:length] != read[:length])
             count = int(differs[0]) if len(differs) else length
             if count > best.count and (self._cuts or count == len(read)):
                 best = StoredPrefix(row, count)
-        self.queried += len(tokens)
+        self.queried += len(prompt.tokens)
         self.hits += best.count
         if not best.count:
             return None
         self._tokens.move_to_end(best.row)
         return best
 
-    def store(self, model: Any, cache: Any, row: int, read: Sequence[int], slots: int) -> None:
+    def store(self, model: Any, cache: Any, row: int, read: Prompt, slots: int) -> None:
         """Store a row of the sampler's cache, of so many slots, that has read these tokens."""
         if slots > self.slots:
             if self.stored is None:
@@ -78,17 +80,21 @@ class PrefixCache:
             else:
                 self.stored = grow_cache(model, self.stored, rows=self.rows, slots=slots)
             self.slots = slots
-        tokens = np.asarray(read, np.int32)
-        target = self._choose(tokens)
+        tokens = np.asarray(read.tokens, np.int32)
+        target = self._choose(read.adapter, tokens)
         self.stored = copy_row(model, self.stored, np.int32(target), cache, np.int32(row))
-        self._tokens[target] = tokens
+        self._tokens[target] = read.adapter, tokens
         self._tokens.move_to_end(target)
 
-    def _choose(self, tokens: np.ndarray) -> int:
+    def _choose(self, adapter: AdapterSlot, tokens: np.ndarray) -> int:
         """Return the row to replace: that of an earlier turn of the conversation, else an empty
         one, else the one that was used least recently."""
-        for row, read in self._tokens.items():
-            if len(read) <= len(tokens) and np.array_equal(read, tokens[: len(read)]):
+        for row, (reader, read) in self._tokens.items():
+            if (
+                reader == adapter
+                and len(read) <= len(tokens)
+                and np.array_equal(read, tokens[: len(read)])
+            ):
                 return row
         if len(self._tokens) < self.rows:
             return next(row for row in range(self.rows) if row not in self._tokens)

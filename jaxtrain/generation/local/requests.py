@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
+from jaxtrain.adapters.slotted import NO_ADAPTER, AdapterSlot
 from jaxtrain.data.packing.pack import ImagePacker
 from jaxtrain.data.packing.tree import PlacedImages
 from jaxtrain.errors import UserError
@@ -48,6 +49,8 @@ class Request:
     """Maximum number of tokens."""
     images: PlacedImages | None = None
     """Images of the prompt."""
+    adapter: AdapterSlot = NO_ADAPTER
+    """Adapter that reads the prompt and draws the answer."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
@@ -143,6 +146,11 @@ class Requests(ABC):
         A model of the same shape compiles nothing. May be called from any thread.
         """
         self._weights = Weights(model, version, object())
+
+    def renew(self, model: Any) -> None:
+        """Sample from a model that differs from the last one in free slots of adapters alone, from
+        the next chunk on: what requests have read stays valid."""
+        self._weights = self._weights._replace(model=model)
 
     def on_mesh(self) -> AbstractContextManager:
         """Return the context in which the sampler's programs run."""

@@ -164,9 +164,9 @@ class LocalSampler(Requests):
         starts: dict[Prompt, list[RowStart]] = {}
         for request in new:
             request.begun_with = identity
-            prompt = Prompt.of(request.prompt, request.images)
+            prompt = Prompt.of(request.prompt, request.images, request.adapter)
             if keeps and prompt not in starts and not prompt.images:
-                prompt = replace(prompt, stored=self.prefixes.find(prompt.tokens))
+                prompt = replace(prompt, stored=self.prefixes.find(prompt))
             entries = starts.setdefault(prompt, [])
             row = next(free)
             entries.append(RowStart(request, row, entries[0].row if entries else row))
@@ -337,7 +337,8 @@ class LocalSampler(Requests):
                 if keeps and request.begun_with is identity and request.images is None:
                     # The last token that a row draws is not read, but those behind a stop text are.
                     read = read[: int(np.asarray(self._rows.cache.length)[row])]
-                    self.prefixes.store(model, self._rows.cache, row, read, self._size.slots)
+                    prompt = Prompt.of(read, None, request.adapter)
+                    self.prefixes.store(model, self._rows.cache, row, prompt, self._size.slots)
         return ended
 
     @override

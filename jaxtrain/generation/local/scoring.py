@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from jaxtrain.adapters.slotted import NO_ADAPTER, AdapterSlot, choose_adapters
 from jaxtrain.batch import Batch
 from jaxtrain.core.losses.logp import token_logp
 from jaxtrain.core.losses.topk import TopK, likeliest_tokens
@@ -24,6 +25,7 @@ def score_text(
     tokens: Sequence[int],
     images: PlacedImages | None = None,
     k: int = MAX_LIKELY,
+    adapter: AdapterSlot = NO_ADAPTER,
 ) -> tuple[list[float], list[Likely]]:
     """Return (the log-prob of each token given those before it, NaN for the first; the k most
     probable tokens of each place, none for the first), at temperature 1. images: of the first
@@ -41,7 +43,9 @@ def score_text(
     with sampler.on_mesh():
         scored = jax.tree.map(
             lambda x: np.asarray(to_host(x))[0, row, start + 1 : start + len(tokens)],
-            score_rows(model, feed(batch, mesh), min(k, model.head().shape[0])),
+            score_rows(
+                model, feed(batch, mesh), np.int32(adapter.index), min(k, model.head().shape[0])
+            ),
         )
     logp, top = scored
     best = zip(top.ids.tolist(), top.logp.tolist(), strict=True)
@@ -50,8 +54,10 @@ def score_text(
 
 
 @functools.partial(jax.jit, static_argnames="k")
-def score_rows(model: Any, batch: Batch, k: int) -> tuple[jax.Array, TopK]:
-    """Return (log-probs float32 [A, B, T], the k most likely tokens [A, B, T, k]) of a batch."""
+def score_rows(model: Any, batch: Batch, adapter: jax.Array, k: int) -> tuple[jax.Array, TopK]:
+    """Return (log-probs float32 [A, B, T], the k most likely tokens [A, B, T, k]) of a batch.
+    adapter: int32 [], the slot of its rows."""
+    choose_adapters(model, adapter)
     return jax.lax.map(
         lambda micro: (token_logp(model, micro).logp, likeliest_tokens(model, micro, k)), batch
     )
@@ -67,7 +73,7 @@ def find_likely(sampler: Requests, request: Request, answer: Completion, k: int)
     never = sampler.model.never_drawn
     tokens = [*request.prompt, *answer.tokens]
     most = MAX_LIKELY + len(never)  # as many remain without those that are never drawn
-    values, texts_likely = score_text(sampler, tokens, request.images, most)
+    values, texts_likely = score_text(sampler, tokens, request.images, most, request.adapter)
     places = zip(answer.tokens, answer.logprobs, values[start:], texts_likely[start:], strict=True)
     likely = []
     for token, tempered, drawn, listed in places:

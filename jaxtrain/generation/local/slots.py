@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.adapters.slotted import choose_adapters
 from jaxtrain.batch import RouteShape
 from jaxtrain.distributed.sharding import state_program
 from jaxtrain.generation.local.prefill import FilledPrompts
@@ -44,6 +45,8 @@ class SamplerRows(NamedTuple):
     """int32 [B, E] tokens that end the row, padded with -1."""
     shared: SharedSlots
     """Slots shared by rows that were filled together with the same prompt."""
+    adapter: jax.Array
+    """int32 [B]: see FilledPrompts."""
     shift: jax.Array | None = None
     """int32 [B]: see FilledPrompts."""
 
@@ -105,6 +108,7 @@ def empty_rows(model: Any, *, B: int, S: int, E: int) -> SamplerRows:
         draw=DrawParameters(jnp.ones(B, jnp.float32), zeros_B, jnp.ones(B, jnp.float32), no_B),
         ends=jnp.full((B, E), -1, jnp.int32),
         shared=SharedSlots(jnp.arange(B, dtype=jnp.int32), zeros_B),
+        adapter=zeros_B,
         shift=None if model.rope_axes is None else zeros_B,
     )
 
@@ -132,6 +136,7 @@ def grow(model: Any, rows: SamplerRows, *, B: int, S: int, E: int) -> SamplerRow
         draw=DrawParameters(*map(longer, rows.draw)),
         ends=longer(ends, -1),
         shared=SharedSlots(jnp.concatenate([rows.shared.leader, alone]), longer(rows.shared.until)),
+        adapter=longer(rows.adapter),
         shift=None if rows.shift is None else longer(rows.shift),
     )
 
@@ -176,6 +181,7 @@ def insert(
         draw=DrawParameters(*map(put, rows.draw, entry.draw)),
         ends=put(rows.ends, entry.ends),
         shared=share(rows.shared, entry, filled.length),
+        adapter=put(rows.adapter, filled.adapter[entry.source]),
         shift=None if filled.shift is None else put(rows.shift, filled.shift[entry.source]),
     )
 
@@ -220,6 +226,7 @@ def decode_chunk(
     """
     C = CHUNK if allowed_BW is None else 1
     rows = rows._replace(done=rows.done | stop_B)
+    choose_adapters(model, rows.adapter)
     B = rows.token.shape[0]
     running = (~rows.done).sum()
 

@@ -1,9 +1,7 @@
 """Adapters by name beside their base, and vLLM's routes that load and unload them.
 
-    base's arrays ──┬── its model ─────── its engine ──────────┐
-                    └── with adapter A ── engine of name A ────┴── one thread: chunks alternate
-
-Each name has rows of its own, so requests for several adapters are drawn at once.
+base ──┬── with adapters in slots ── its engine: rows of all of them in one batch ──┐
+       └── with another adapter ──── an engine of its own ── one thread: chunks ────┘ alternate
 """
 
 import asyncio
@@ -21,6 +19,7 @@ from jaxtrain.core.weights import abstract_params, split_trained, start_adapter
 from jaxtrain.environments.endpoint_app import Route, read_json
 from jaxtrain.environments.request_fields import RequestRefused, refuse
 from jaxtrain.errors import UserError
+from jaxtrain.generation.local.adapter_slots import AdapterEngine, AdapterSlots
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.shared_base import LayoutCache, lay_out
 from jaxtrain.generation.serving.answerer import Answerer, ServedModel
@@ -40,18 +39,19 @@ class AdapterLoader:
         self,
         bundle: ModelBundle,
         params: Params,
-        base_model: Any,
+        engine: LocalEngine,
+        slots: AdapterSlots,
         open_engine: Callable[[Any], LocalEngine],
     ):
-        """bundle, params: of the base. base_model: the model in its sampler. open_engine: opens an
-        engine that draws from a model. UserError for a base that is an adapter itself."""
+        """bundle, params: of the base. engine: of the base. slots: of its sampler. open_engine:
+        opens an engine that draws from a model. UserError for a base that is an adapter itself."""
         if bundle.adapter is not None:
             raise UserError(
                 "adapters are served beside a whole model, and this one is an adapter itself; name"
                 " its base as MODEL and the adapter with --lora NAME=FOLDER"
             )
-        self.bundle, self.params, self.base_model = bundle, params, base_model
-        self.open_engine = open_engine
+        self.bundle, self.params, self.engine, self.slots = bundle, params, engine, slots
+        self.open_engine, self.base_model = open_engine, engine.sampler.model
         self._layouts = LayoutCache()
 
     def load(self, name: str, folder: str, parent: str) -> ServedModel:
@@ -62,6 +62,9 @@ class AdapterLoader:
         shapes, build = abstract_params(bundle)
         trained_shapes, frozen_shapes = split_trained(shapes, adapter)
         trained = start_adapter(bundle, trained_shapes, self.params, 0)
+        if (slot := self.slots.load(adapter, trained)) is not None:
+            engine = AdapterEngine(self.engine, self.slots, slot)
+            return ServedModel(name, engine, "step-0", folder, parent)
         frozen = {path: self.params[path] for path in frozen_shapes}
         kind = (frozenset(adapter.slots.items()), adapter.full, repr(sorted(adapter.rows.items())))
         with jax.set_mesh(self.bundle.mesh):
@@ -139,7 +142,7 @@ class AdapterRoutes:
 
 
 def close_when_idle(model: ServedModel) -> None:
-    """Close an adapter's engine after the answers that it is drawing."""
+    """Free an adapter's slot, or close its engine, after the answers that it is drawing."""
     engine: Any = model.engine
     model.replace(lambda: asyncio.ensure_future(engine.close()), "unloaded")
 
