@@ -37,6 +37,33 @@ class Embed(nnx.Module):
         return constrain(x_BTD, "rows", "sequence", "features")
 
 
+BIAS_COLUMNS = 64
+"""Features of a biased head besides D: kernels on GPUs take multiples of this."""
+
+
+class BiasedHead(Embed):
+    """An output projection with a bias [V], which is one more feature of `table()`, followed by
+    zeros; hidden states have a 1 there."""
+
+    def __init__(self, num_embeddings: int, num_features: int, *, init: LayerInit):
+        super().__init__(num_embeddings, num_features, init=init)
+        self.bias = nnx.Param(jnp.zeros(num_embeddings, init.param_dtype), axes=("vocab",))
+
+    def table(self) -> jax.Array:
+        """[V, D + BIAS_COLUMNS] as the head multiplies by it."""
+        table_VD = super().table()
+        bias_V1 = self.bias[...].astype(table_VD.dtype)[:, None]
+        bias_VC = jnp.pad(bias_V1, ((0, 0), (0, BIAS_COLUMNS - 1)))
+        return jnp.concatenate([table_VD, bias_VC], axis=1)
+
+
+def pad_for_bias(hidden: jax.Array) -> jax.Array:
+    """Return [..., D + BIAS_COLUMNS]: hidden states as a `BiasedHead` multiplies them."""
+    shape = (*hidden.shape[:-1], BIAS_COLUMNS)
+    unit = jnp.broadcast_to(jnp.eye(1, BIAS_COLUMNS, dtype=hidden.dtype), shape)
+    return jnp.concatenate([hidden, unit], axis=-1)
+
+
 class SeenImages(NamedTuple):
     """Parts of the images of a batch that the text reads."""
 

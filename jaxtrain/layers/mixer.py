@@ -10,6 +10,7 @@ from abc import abstractmethod
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtrain_kernels import Context
@@ -82,6 +83,15 @@ class Decoding(NamedTuple):
     on were read before. None: a token sees those up to itself."""
     shared: SharedSlots | None = None
     """Prefix shared between rows, ending before `start`; None if unknown."""
+
+
+def place_new(start_B: jax.Array, end_B: jax.Array, T: int) -> tuple[Context, Decoding]:
+    """Return the context and slots of T new tokens of each row, of which those up to `end`
+    count."""
+    positions_BT = start_B[:, None] + jnp.arange(T, dtype=jnp.int32)
+    # An `until` of 0 hides a token from all others, itself included: padding leaves no trace.
+    until_BT = jnp.where(positions_BT < end_B[:, None], T, 0).astype(jnp.int32)
+    return Context(until_BT, None, positions_BT, positions_BT), Decoding(start_B, end_B)
 
 
 class LayerInputs(NamedTuple):

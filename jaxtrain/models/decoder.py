@@ -15,10 +15,18 @@ from flax import nnx
 from jaxtrain_kernels import Context
 
 from jaxtrain.batch import IMAGE_SLOT, ROUTED, Batch
-from jaxtrain.layers.embed import Embed, SeenImages, begin_images, capped, take_features
+from jaxtrain.layers.embed import (
+    BiasedHead,
+    Embed,
+    SeenImages,
+    begin_images,
+    capped,
+    pad_for_bias,
+    take_features,
+)
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.linear import LayerInit
-from jaxtrain.layers.mixer import IMAGES, Decoding, ImageContext, SharedSlots, State
+from jaxtrain.layers.mixer import IMAGES, Decoding, ImageContext, SharedSlots, State, place_new
 from jaxtrain.layers.moe import use_transport
 from jaxtrain.layers.noise import RowNoise, add_embedding_noise, set_rng_bits, token_rng_bits
 from jaxtrain.layers.norm import RMSNorm
@@ -110,7 +118,8 @@ class EmbeddingAndHead(nnx.Module):
     """The attribute of DecoderConfig."""
 
     def head(self) -> jax.Array:
-        """Return the output projection [V, D] in the param dtype; the embedding if tied."""
+        """Return the output projection [V, D] in the param dtype; the embedding if tied. With a
+        bias it is wider, as the hidden states are."""
         table = self.head_table
         assert table is not None, "a model that scores predicts no tokens"
         return table.table()
@@ -209,7 +218,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
         )
         head = config.score
         has_head = head is None and not config.tie_word_embeddings
-        self.lm_head = Embed(config.vocab_size, config.hidden_size, init=init) if has_head else None
+        table = BiasedHead if config.head_bias else Embed
+        self.lm_head = table(config.vocab_size, config.hidden_size, init=init) if has_head else None
         self.score = None if head is None else make_score(head, config.hidden_size, init)
         self.encodings = tuple(
             (name, tuple(frequency.tolist()), factor)
@@ -461,7 +471,10 @@ class Decoder(EmbeddingAndHead, CachedStack):
 
         # The scale goes into the hidden states: no loss or sampler must know of it.
         def finish(norm: RMSNorm, x_BTD: jax.Array) -> jax.Array:
-            return scaled(norm(x_BTD), self.logit_scale)
+            hidden_BTD = scaled(norm(x_BTD), self.logit_scale)
+            # So does a bias: no kernel has an argument for it.
+            biased = isinstance(self.lm_head, BiasedHead)
+            return pad_for_bias(hidden_BTD) if biased else hidden_BTD
 
         hidden_BTD = self._by_token(finish, self.norm, outputs.hidden)
         return outputs._replace(hidden=hidden_BTD), states
@@ -477,12 +490,3 @@ class Decoder(EmbeddingAndHead, CachedStack):
 def scaled(x: jax.Array, factor: float) -> jax.Array:
     """Multiply x by a number, in x's dtype."""
     return x if factor == 1 else x * jnp.asarray(factor, x.dtype)
-
-
-def place_new(start_B: jax.Array, end_B: jax.Array, T: int) -> tuple[Context, Decoding]:
-    """Return the context and slots of T new tokens of each row, of which those up to `end`
-    count."""
-    positions_BT = start_B[:, None] + jnp.arange(T, dtype=jnp.int32)
-    # An `until` of 0 hides a token from all others, itself included: padding leaves no trace.
-    until_BT = jnp.where(positions_BT < end_B[:, None], T, 0).astype(jnp.int32)
-    return Context(until_BT, None, positions_BT, positions_BT), Decoding(start_B, end_B)

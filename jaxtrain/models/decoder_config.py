@@ -114,6 +114,10 @@ class DecoderConfig:
                 f"config.json: hidden_act={self.hidden_act!r}; supported:"
                 f" {sorted(self.activations)}"
             )
+        if self.head_bias and self.tie_word_embeddings:
+            raise UserError(
+                "config.json: tie_word_embeddings=true is not supported where the head has a bias"
+            )
         self.check_heads()
         self.encodings()
         if self.rope_by_kind:
@@ -270,6 +274,11 @@ class DecoderConfig:
     def logit_softcap(self) -> float | None:
         """Soft cap c of logits, c tanh(logits / c); None: no cap."""
         return None
+
+    @property
+    def head_bias(self) -> bool:
+        """True if the output projection has a bias."""
+        return False
 
     @property
     def table_copies(self) -> dict[str, str]:

@@ -124,10 +124,11 @@ def check_target(draft: BaseDraftConfig, target: DecoderConfig, key: str = "task
             f"{key} has a vocabulary of {draft.vocab_size} tokens, the target (model) of"
             f" {target.vocab_size}; choose the draft of this target"
         )
-    if (target.embedding_scale, target.logit_scale, target.logit_softcap) != (1.0, 1.0, None):
+    plain = (target.embedding_scale, target.logit_scale, target.logit_softcap) == (1.0, 1.0, None)
+    if not plain or target.head_bias:
         raise UserError(
             f"{key} reads the target's embedding and head as they are, but {target.architecture}"
-            " scales embeddings or logits; no draft can stand beside it"
+            " scales embeddings or logits, or has a bias on its head; no draft can stand beside it"
         )
     check_capture(draft.capture, target.num_hidden_layers, key)
     if draft.num_target_layers not in (None, target.num_hidden_layers):

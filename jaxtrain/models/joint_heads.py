@@ -47,9 +47,11 @@ class EqualHeadsConfig(DecoderConfig):
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        count = raw.get("num_attention_heads")
+        name = cls.renamed.get("num_attention_heads", "num_attention_heads")
+        stated = (raw.get(key) for key in ("num_attention_heads", name))
+        count = next((value for value in stated if value is not None), None)
         if count is None:
-            count = hf_defaults(cls.model_type)["num_attention_heads"]
+            count = hf_defaults(cls.model_type)[name]
         return super().from_hf({**raw, "num_key_value_heads": count})
 
     def to_hf(self) -> dict[str, Any]:

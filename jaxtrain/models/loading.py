@@ -105,8 +105,8 @@ def _read_layers(
 def stored_entries(config: DecoderConfig) -> dict[str, ParameterEntry]:
     """Return {parameter: its entry} for the folder that a config is read from."""
     entries = {entry.param: entry for entry in family(config).names(config)}
-    for param in ("embed.embedding", "lm_head.embedding") if config.grown else ():
-        if param in entries:
+    for param in ("embed.embedding", "lm_head.embedding", "lm_head.bias"):
+        if config.grown and param in entries:
             stored = config.vocab_size - config.grown
             entries[param] = entries[param]._replace(op=GrownRows(entries[param].op, stored))
     return entries

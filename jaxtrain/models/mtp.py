@@ -27,6 +27,7 @@ from typing_extensions import override
 from jaxtrain.batch import Batch
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Linear
+from jaxtrain.layers.mixer import place_new
 from jaxtrain.layers.rope import angles
 from jaxtrain.layers.stack import DecodingStates, Stack, StackInputs
 from jaxtrain.models.decoder import (
@@ -34,7 +35,6 @@ from jaxtrain.models.decoder import (
     DecoderCache,
     DecoderOptions,
     EmbeddingAndHead,
-    place_new,
 )
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.draft import Draft

@@ -53,6 +53,8 @@ def outer_names(config: DecoderConfig, norm: str = "norm") -> list[ParameterEntr
     entries += [ParameterEntry(path, TensorRef(path)) for path in score_paths(config)]
     if config.score is None and not config.tie_word_embeddings:
         entries.append(ParameterEntry("lm_head.embedding", TensorRef(TIED_COPY)))
+        if config.head_bias:
+            entries.append(ParameterEntry("lm_head.bias", TensorRef("lm_head.bias")))
     return entries + predictor_names(config)
 
 

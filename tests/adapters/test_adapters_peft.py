@@ -36,6 +36,7 @@ from jaxtrain.models.parameters import split_model
 
 RAW = RAW | {name: {**SIZES, **GEMMA4[name]} for name in ("gemma4_moe", "gemma4_per_layer")}
 JOINT = ("falcon_groups", "lfm3", "gpt_neox", "apertus", "youtu", "granitemoe_swa", "olmo_hybrid")
+JOINT += ("phi", "gptj", "codegen")
 RAW |= {
     name: {key: value for key, value in {**SIZES, **ADDED[name]}.items() if value is not None}
     for name in JOINT
@@ -97,7 +98,7 @@ def make_params(config, adapter, seed=0):
 
 def make_adapter(config, target=("all-linear",), full=(), ranks=None, **slot):
     linears = find_linears(config)
-    separate = any("v_proj" in linear.modules[0] for linear in linears.values())
+    separate = any(linear.modules[0].endswith(".v_proj") for linear in linears.values())
     slots = choose_slots(
         linears,
         target,

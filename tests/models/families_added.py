@@ -25,6 +25,10 @@ LATENT = {
     "attention_bias": True,
 }
 NEOX = {"layer_norm_eps": 1e-3, "num_key_value_heads": None}
+GPT = {
+    **{"layer_norm_epsilon": 1e-3, "rotary_dim": 8},
+    **dict.fromkeys(("intermediate_size", "num_key_value_heads")),
+}
 FALCON = {
     "model_type": "falcon",
     "layer_norm_epsilon": 1e-3,
@@ -174,6 +178,11 @@ FAMILIES = {
         "use_parallel_residual": False,
         "rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5},
     },
+    "phi": {"model_type": "phi", "layer_norm_eps": 1e-3, "num_key_value_heads": 2},
+    "phi_norms": {"model_type": "phi", "layer_norm_eps": 1e-3, "qk_layernorm": True},
+    "gptj": {"model_type": "gptj", **GPT},
+    "gptj_half": {"model_type": "gptj", **GPT, "n_inner": 48, "rotary_dim": 4},
+    "codegen": {"model_type": "codegen", **GPT, "tie_word_embeddings": False},
     "persimmon": {"model_type": "persimmon", **NEOX},
     "falcon": {**FALCON, "bias": True},
     "falcon_groups": {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
@@ -235,6 +244,9 @@ FAMILIES = {
     },
 }
 DEFAULT = {"lfm3", "falcon_groups"}
-CHOSEN = {"apertus", "exaone_moe", "nanochat", "youtu"}
-SHARDED = {"olmo_hybrid": [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}]}
+CHOSEN = {"apertus", "exaone_moe", "nanochat", "phi", "youtu"}
+SHARDED = {
+    "olmo_hybrid": [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}],
+    "phi": {"fsdp": 2, "tensor": 2},
+}
 DECODED = {"llama4", "mimo_v2_flash", "olmo_hybrid"}

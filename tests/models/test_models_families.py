@@ -6,6 +6,7 @@ save_pretrained and read as weights are, so that no table of names is needed her
 """
 
 import copy
+import dataclasses
 import importlib
 import re
 from pathlib import Path
@@ -26,6 +27,7 @@ from tiny_vision import VISION
 
 from jaxtrain.adapters.fused import find_tensors
 from jaxtrain.batch import Batch
+from jaxtrain.core.losses.nll import nll_loss
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.distributed.sharding import shardings
 from jaxtrain.errors import UserError
@@ -286,6 +288,31 @@ def test_sharded_gradients_equal_one_device(name):
             for path, grad in grads.items():
                 error = np.abs(found_grads[path] - grad).max()
                 assert error <= 1e-9 * max(np.abs(grad).max(), 1e-6), (sizes, path)
+
+
+@pytest.mark.slow
+def test_losses_and_added_tokens_know_the_bias_of_a_head():
+    config = families.config_from_hf(FAMILIES["phi"])
+    model = build.init(config, 0)
+    bias = np.random.default_rng(0).standard_normal(config.vocab_size).astype(np.float32)
+    model.lm_head.bias.set_value(jnp.asarray(bias))
+    batch, _ = make_batch("phi")
+    logp = jax.nn.log_softmax(model.logits(model.hidden(batch).hidden))
+    rows, prev = np.arange(2)[:, None], np.maximum(batch.prev, 0)
+    expected = -(logp[rows, prev, batch.tokens] * batch.weights["nll"]).sum()
+    np.testing.assert_allclose(nll_loss(model, batch)[0]["nll"], expected, rtol=1e-5)
+    mesh = make_mesh(fsdp=2, tensor=2)
+    with jax.set_mesh(mesh):
+        graphdef, state = nnx.split(model)
+        state = jax.device_put(state, shardings(state, mesh))
+        rows = jax.tree.map(lambda x: jnp.concatenate([x, x]), batch)
+        loss = jax.jit(lambda state: nll_loss(nnx.merge(graphdef, state), rows)[0]["nll"])
+        np.testing.assert_allclose(loss(state), 2 * expected, rtol=1e-5)
+
+    grown = dataclasses.replace(config, vocab_size=config.vocab_size + 3, grown=3)
+    entry = loading.stored_entries(grown)["lm_head.bias"]
+    read = entry.op.read(lambda name, index: bias[index], (slice(0, grown.vocab_size),))
+    np.testing.assert_allclose(read, [*bias, *[bias.mean()] * 3], rtol=1e-6)
 
 
 @pytest.mark.parametrize(
