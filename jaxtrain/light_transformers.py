@@ -1,16 +1,18 @@
 """Import transformers without PyTorch in processes that run a command.
 
 A command needs tokenizers, configs and chat templates, none of which needs PyTorch. Where PyTorch
-is installed, transformers imports it all the same, for several seconds. Code from outside jaxtrain
-may need all of transformers: before the first of it is imported, transformers is forgotten, and its
-next import is the usual one.
+is installed, transformers imports it all the same, for several seconds. And it reads all modeling
+files for the names that `transformers` has, most of its own time, which is left until somebody asks
+for such a name. Code from outside jaxtrain may need all of transformers: before the first of it is
+imported, transformers is forgotten, and its next import is the usual one.
 """
 
 import copyreg
 import importlib
 import importlib.machinery
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
 from typing import Any
@@ -34,10 +36,60 @@ class LightLoader(Loader):
         sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] -- what import knows
         try:
             self.loader.exec_module(module)
+            NameLoader.defer(sys.modules["transformers"])
         finally:
             del sys.modules["torch"]
             assert module.__spec__ is not None, "a module that is being imported has one"
             module.__spec__.loader = module.__loader__ = self.loader  # for importlib.resources
+
+
+class NameLoader(Loader):
+    """Loader of transformers.utils.import_utils, whose function that reads all modeling files then
+    does nothing at first."""
+
+    read: Callable[[], dict] | None = None
+    """Reads them; None before transformers asks for it, and with one that never does."""
+
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self.loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self.loader.exec_module(module)
+        define = getattr(module, "define_import_structure", None)
+        if define is None:  # of a version that gets its names otherwise
+            return
+
+        def define_later(path: Any, prefix: str | None = None) -> dict:
+            if prefix != "models":
+                return define(path, prefix)
+            NameLoader.read = partial(define, path, prefix)
+            return {frozenset(): {}}
+
+        module.define_import_structure = define_later  # pyright: ignore
+
+    @staticmethod
+    def defer(package: ModuleType) -> None:
+        """Let `package`, transformers, read its names when it is asked for an unknown one."""
+        read, usual = NameLoader.read, type(package)
+        if read is None:
+            return
+
+        class LateNames(usual):
+            def __getattr__(self, name: str) -> Any:
+                known = self._class_to_module, self._objects, self._modules
+                if not name.startswith("__") and not any(name in names for names in known):
+                    self.__class__ = usual
+                    structure = {**read()}
+                    structure[frozenset()] = {**structure[frozenset()], **self._import_structure}
+                    parts = self.__name__, self.__file__, structure, self.__spec__, self._objects
+                    full = usual(*parts)
+                    vars(self).update(vars(full))
+                return usual.__getattr__(self, name)
+
+        package.__class__ = LateNames
 
 
 class LightFinder(MetaPathFinder):
@@ -56,6 +108,11 @@ class LightFinder(MetaPathFinder):
             models = importlib.machinery.ModuleSpec(name, None, is_package=True)
             models.submodule_search_locations = [f"{folder}/models" for folder in path or ()]
             return models
+        if name == "transformers.utils.import_utils" and self.loader is not None:
+            spec = importlib.machinery.PathFinder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                spec.loader = NameLoader(spec.loader)
+            return spec
         if name != "transformers" or "torch" in sys.modules:
             return None
         spec = importlib.machinery.PathFinder.find_spec(name, path, target)

@@ -20,7 +20,7 @@ LAYERS = [
     ["jaxtrain_kernels", "moved"],
     ["errors", "text_safety", "safe_io", "batch", "arguments"],
     ["plugins", "environments.sandbox", "convert"],
-    ["config"],
+    ["config", "light_transformers"],
     ["huggingface", "distributed"],
     ["layers"],
     ["models"],
@@ -38,7 +38,7 @@ LAYERS = [
     ["methods"],
     ["api", "runs.estimate"],
     ["training_api"],
-    ["cli", "runs.sweep", "light_transformers"],
+    ["cli", "runs.sweep"],
     ["main"],
 ]
 RANK = {name: rank for rank, line in enumerate(LAYERS) for name in line}

@@ -92,6 +92,10 @@ def run_generate(argv: list[str]) -> None:
 
 def generate_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
+    if not args.servers:
+        from jaxtrain.distributed.mesh import start_devices
+
+        start_devices()  # beside the imports below
     from jaxtrain.cli.answer_file import AnswerFile
     from jaxtrain.cli.generate_rows import leave_out_malformed, list_rows, read_request
     from jaxtrain.cli.play import ENV_KEYS

@@ -32,6 +32,9 @@ def run_together(read: Callable, join: Callable, work: Callable) -> int:
             join_by_config(None)  # so that this, too, is reported once
             raise mistake
         join_by_config(*join(plan))
+        from jaxtrain.distributed.mesh import start_devices
+
+        start_devices()
         code = work(plan)
         shutdown()
         return code

@@ -29,6 +29,7 @@ from jaxtrain.distributed.compile_cache import keep_compiled
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process, make_mesh, split_devices
 from jaxtrain.errors import UserError
+from jaxtrain.huggingface.chat_template import start_worker
 from jaxtrain.huggingface.tokenizer import remove_tokens_beyond
 from jaxtrain.layers.expert_transport import Transport
 from jaxtrain.layers.fp8 import Fp8Product
@@ -78,6 +79,8 @@ def build_model_bundle(
 
         if problem := find_problem(folder):
             print(f"warning: {problem}", file=sys.stderr, flush=True)
+    if config.model.chat_template is None and (source := config.model.tokenizer or folder):
+        start_worker(Path(source))
     architecture = choose_head(read_config(config.model, raw, folder), score)
     check_kind(config.task.kind, raw, "model.path")
     if is_main_process():

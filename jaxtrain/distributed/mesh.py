@@ -6,7 +6,9 @@ are set only here: all Auto, so that the compiler places every intermediate that
 `sharding.constrain` leaves open.
 """
 
+import contextlib
 import math
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -71,6 +73,20 @@ def make_mesh(devices: Sequence[Device] | None = None, **sizes: int) -> Mesh:
     return jax.make_mesh(
         tuple(full.values()), tuple(full), axis_types=(AxisType.Auto,) * len(full), devices=devices
     )
+
+
+def start_devices() -> None:
+    """Have jax open its devices in a thread, which takes seconds on GPUs, while modules are
+    imported and files are read. A failure shows again where devices are first used. With several
+    processes, which meet there, that one is the start."""
+
+    def start() -> None:
+        with contextlib.suppress(Exception):
+            jax.devices()
+
+    if peers() is None:
+        # No daemon: at the exit of Python it might be within the driver.
+        threading.Thread(target=start, name="devices").start()
 
 
 def split_devices(reserved: int, key: str = "rollout.devices") -> tuple[list[Device], list[Device]]:

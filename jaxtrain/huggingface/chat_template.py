@@ -1,7 +1,7 @@
 """Chat templates, rendered by transformers: untrusted ones in a process with limits.
 
 Templates that ship with jaxtrain are rendered in this process. All others go to `template_worker`,
-which is started with the first of them and shared by all threads.
+shared by all threads, which takes a second or two to start.
 """
 
 import atexit
@@ -18,13 +18,14 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
-from datetime import date
+from contextlib import suppress
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.plain_template import MARK, Prefixes, split_marked
+from jaxtrain.huggingface.plain_template import MARK, Prefixes, split_marked, write_literal
+from jaxtrain.safe_io import read_text
 from jaxtrain.text_safety import escape_control_chars, name_type, show
 
 if TYPE_CHECKING:
@@ -141,12 +142,10 @@ def _find_frame(
         if len(_FRAMES) >= MAX_FRAMES:
             _FRAMES.clear()
         if template not in _ONLY_WRITES:
-            _ONLY_WRITES[template] = (
-                _run(template, (), None, False, {}, "only_writes").text == "yes"
-            )
+            reply = _run(template, (), None, False, {}, "only_writes")
+            _ONLY_WRITES[template] = reply.text == "yes"
         writes = _ONLY_WRITES[template]
-        args = (tokenizer, messages, generation, kwargs)
-        _FRAMES[key] = _build_frame(*args) if writes else None
+        _FRAMES[key] = _build_frame(tokenizer, messages, generation, kwargs) if writes else None
     return _FRAMES[key]
 
 
@@ -181,8 +180,7 @@ def _build_frame(
         contents.append((int(part.split(".")[1]), edges == 0))
         if edges == 1:
             return None
-    is_short = len(contents) <= 4 * len(messages)
-    return Frame(tuple(texts), tuple(contents)) if is_short else None
+    return Frame(tuple(texts), tuple(contents)) if len(contents) <= 4 * len(messages) else None
 
 
 def render_prefixes(
@@ -229,7 +227,7 @@ def add_defaults(tokenizer: Any, kwargs: Mapping[str, Any], source: str) -> list
         read |= set(kwargs) if names is None else names
     defaults = "".join(
         # The + keeps a line break with which the template begins.
-        f"{{%- if {name} is not defined %}}{{%- set {name} = {_literal(value, source)} %}}"
+        f"{{%- if {name} is not defined %}}{{%- set {name} = {write_literal(value, source)} %}}"
         "{%- endif +%}"
         for name, value in kwargs.items()
         if name in read
@@ -237,20 +235,6 @@ def add_defaults(tokenizer: Any, kwargs: Mapping[str, Any], source: str) -> list
     named = {name: defaults + template for name, template in named.items()}
     tokenizer.chat_template = named[""] if isinstance(templates, str) else named
     return sorted(set(kwargs) - read)
-
-
-def _literal(value: Any, source: str) -> str:
-    """Return a value as a Jinja expression, which a list of such values is, too."""
-    if isinstance(value, Mapping):
-        items = (f"{ascii(str(k))}: {_literal(v, source)}" for k, v in value.items())
-        return f"{{{', '.join(items)}}}"
-    if isinstance(value, list | tuple):
-        return f"[{', '.join(_literal(item, source) for item in value)}]"
-    if value is None or isinstance(value, str | bool | int | float):
-        return ascii(value)
-    if isinstance(value, date):
-        return ascii(value.isoformat())
-    raise UserError(f"{source}: {name_type(value)} cannot be written into a chat template")
 
 
 def _request(
@@ -426,11 +410,11 @@ def shipped_templates() -> frozenset[str]:
 
 
 class TemplateWorker:
-    """A process of `template_worker`, started with the first request."""
+    """A process of `template_worker`, started with the first request unless before."""
 
     def __init__(self) -> None:
         # Replies come in the order of requests, so one thread at a time sends and receives.
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._process: subprocess.Popen | None = None
         self._connection: Connection | None = None
 
@@ -441,7 +425,7 @@ class TemplateWorker:
         data = pickle.dumps((SECONDS, tuple(request)), protocol=5)
         with self._lock:
             try:
-                connection = self._connection or self._start()
+                connection = self.start()
                 connection.send_bytes(data)
                 return decode_reply(connection.recv_bytes())
             except BaseException as error:
@@ -455,11 +439,16 @@ class TemplateWorker:
                     f" {error or type(error).__name__}"
                 ) from None
 
-    def _start(self) -> Connection:
+    def start(self) -> Connection:
+        """Return the connection to the process, started here if there is none."""
+        with self._lock:
+            self._connection = self._connection or self._open()
+            return self._connection
+
+    def _open(self) -> Connection:
         parent, child = socket.socketpair()
         # The socket's own time-out: polling before each read would double the cost of a reply.
-        timeout = struct.pack("ll", WALL_SECONDS, 0)
-        parent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, timeout)
+        parent.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", WALL_SECONDS, 0))
         paths = [str(Path(__file__).parents[2]), *filter(None, sys.path)]
         with child:
             self._process = subprocess.Popen(
@@ -471,8 +460,7 @@ class TemplateWorker:
                 env={**os.environ, "PYTHONPATH": os.pathsep.join(dict.fromkeys(paths))},
                 start_new_session=True,
             )
-        self._connection = Connection(parent.detach())
-        return self._connection
+        return Connection(parent.detach())
 
     def close(self) -> None:
         """End the process; the next request starts another."""
@@ -487,6 +475,16 @@ class TemplateWorker:
 
 
 _worker = TemplateWorker()
+
+
+def start_worker(folder: Path) -> None:
+    """Start the process before its first request if a tokenizer's folder has a template for it."""
+    keys = {"chat_template.jinja": "", "tokenizer_config.json": '"chat_template":'}
+    with suppress(OSError, ValueError):  # reported when the tokenizer is read
+        name = next((name for name in keys if (folder / name).is_file()), None)
+        text = read_text(folder / name, 2**24) if name else ""
+        if name and keys[name] in text and text not in shipped_templates():
+            _worker.start()
 
 
 def _forget() -> None:

@@ -18,12 +18,16 @@ search for the last question or that count, yield None and are rendered anew for
 
 import functools
 import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from datetime import date
 from typing import Any, Literal
 
 from jinja2 import nodes
 from jinja2.visitor import NodeTransformer
+
+from jaxtrain.errors import UserError
+from jaxtrain.text_safety import name_type
 
 MARK, NOTHING = "jaxtrain_mark", "jaxtrain_nothing"
 OF_LOOP = frozenset("first last index index0 previtem nextitem depth depth0".split())
@@ -403,3 +407,17 @@ def _join(first: Kind, second: Kind) -> Kind:
 def _require(condition: bool) -> None:
     if not condition:
         raise ReadsContents
+
+
+def write_literal(value: Any, source: str) -> str:
+    """Return a value as a Jinja expression, which a list of such values is, too."""
+    if isinstance(value, Mapping):
+        items = (f"{ascii(str(k))}: {write_literal(v, source)}" for k, v in value.items())
+        return f"{{{', '.join(items)}}}"
+    if isinstance(value, list | tuple):
+        return f"[{', '.join(write_literal(item, source) for item in value)}]"
+    if value is None or isinstance(value, str | bool | int | float):
+        return ascii(value)
+    if isinstance(value, date):
+        return ascii(value.isoformat())
+    raise UserError(f"{source}: {name_type(value)} cannot be written into a chat template")

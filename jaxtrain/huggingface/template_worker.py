@@ -20,8 +20,8 @@ from typing import Any, Literal, NamedTuple
 
 import jinja2
 import jinja2.meta
-from transformers.utils.chat_template_utils import _compile_jinja_template, render_jinja_template
 
+from jaxtrain import light_transformers
 from jaxtrain.huggingface.plain_template import mark_template, only_writes_contents, parse
 from jaxtrain.text_safety import escape_control_chars
 
@@ -60,6 +60,8 @@ class RenderReply(NamedTuple):
 
 def answer(request: RenderRequest) -> RenderReply:
     """Render a template in this process. Raises MemoryError only."""
+    from transformers.utils import chat_template_utils  # slow to import
+
     template: Any = request.template
     try:
         if request.mode == "names":
@@ -72,7 +74,8 @@ def answer(request: RenderRequest) -> RenderReply:
             template = mark_template(template)
             if template is None:
                 return RenderReply("not_plain", "")
-        _compile_jinja_template(template)  # cached there: compile errors apart from the template's
+        # Cached there: compile errors apart from the template's.
+        chat_template_utils._compile_jinja_template(template)
     except (jinja2.TemplateSyntaxError, SyntaxError, RecursionError, ValueError) as error:
         return RenderReply("unreadable", describe(error))
     variables = dict(request.variables)
@@ -81,7 +84,7 @@ def answer(request: RenderRequest) -> RenderReply:
         return RenderReply("failed", "the conversation is empty")
     try:
         # Not tokenizer.apply_chat_template: it hides a content of None, which templates ask for.
-        (text,), _ = render_jinja_template(
+        (text,), _ = chat_template_utils.render_jinja_template(
             [list(map(dict, request.messages))],  # pyright: ignore
             request.tools or None,
             documents,
@@ -137,6 +140,7 @@ def decode_reply(data: bytes) -> RenderReply:
 
 def supervise(connection: Connection) -> None:
     """Fork processes that serve, a new one whenever the last was stopped, which is reported."""
+
     while child := os.fork():
         _, status = os.waitpid(child, 0)
         code = os.waitstatus_to_exitcode(status)
@@ -158,6 +162,7 @@ def limit_memory() -> None:
 
 
 if __name__ == "__main__":
+    light_transformers.install()
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # an ignored signal stays ignored after exec
     try:
         supervise(Connection(int(sys.argv[1])))

@@ -58,7 +58,8 @@ def open_tokenizer(source: str) -> Any:
 
     Raises UserError with file and key for an invalid file.
     """
-    from transformers import AutoTokenizer  # slow to import
+    # Slow to import, and slower by way of the name that transformers itself has for it.
+    from transformers.models.auto.tokenization_auto import AutoTokenizer
 
     check_files(Path(source))
     try:

@@ -51,6 +51,29 @@ TEMPLATES = {
 }
 
 
+@pytest.mark.parametrize(
+    "files, starts",
+    [
+        ({"chat_template.jinja": "{{ messages }}"}, True),
+        ({"tokenizer_config.json": '{"chat_template": "{{ messages }}"}'}, True),
+        ({"tokenizer_config.json": "{}"}, False),
+        ({"chat_template.jinja": sorted(chat_template.shipped_templates())[0]}, False),
+        ({}, False),
+    ],
+)
+def test_the_process_starts_early_for_a_folder_with_a_template_of_others(
+    tmp_path, monkeypatch, files, starts
+):
+    worker = chat_template.TemplateWorker()
+    monkeypatch.setattr(worker, "_open", lambda: opened.append(1))
+    monkeypatch.setattr(chat_template, "_worker", worker)
+    opened = []
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    chat_template.start_worker(tmp_path)
+    assert opened == [1] * starts
+
+
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_templates_that_end_are_rendered_as_by_transformers(tokenizer, name):
     if TEMPLATES[name]:

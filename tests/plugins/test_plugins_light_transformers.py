@@ -11,10 +11,15 @@ from jaxtrain import light_transformers, plugins
 
 light_transformers.install()
 from tokenizers import Tokenizer, models
-from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerFast
+from transformers import GenerationConfig, PreTrainedTokenizerFast
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 CONFIG_MAPPING["llama"], CONFIG_MAPPING["gemma3_text"]
+package = sys.modules["transformers"]
+# Names of models are read once somebody asks for one.
+print("LlamaConfig" in package.__all__, hasattr(package, "NoSuchName"))
+from transformers import AutoTokenizer, LlamaConfig
+print("LlamaConfig" in package.__all__, AutoTokenizer.__module__.rpartition(".")[2])
 print(getattr(sys.modules["transformers.models"], "__file__", None))  # reads all modeling files
 tokenizer = PreTrainedTokenizerFast(
     tokenizer_object=Tokenizer(models.WordLevel({"a": 0, "b": 1, "?": 2}, unk_token="?")),
@@ -67,6 +72,8 @@ def run(tmp_path):
 @pytest.mark.slow
 def test_transformers_is_light_until_a_plugin_is_imported(run):
     assert run(PROGRAM) == [
+        "False False",
+        "True tokenization_auto",
         "None",
         "False",
         "True AutoModelForCausalLM True",
