@@ -97,7 +97,12 @@ def generate_command(args: argparse.Namespace) -> None:
 
         start_devices()  # beside the imports below
     from jaxtrain.cli.answer_file import AnswerFile
-    from jaxtrain.cli.generate_rows import leave_out_malformed, list_rows, read_request
+    from jaxtrain.cli.generate_rows import (
+        leave_out_malformed,
+        list_rows,
+        read_request,
+        report_unread,
+    )
     from jaxtrain.cli.play import ENV_KEYS
     from jaxtrain.cli.prompt_images import holds_images, open_readers
     from jaxtrain.distributed.compile_cache import CompileCounter
@@ -160,6 +165,7 @@ def generate_command(args: argparse.Namespace) -> None:
             row, origin = rows[index]
             requests[index] = read(row, origin, images=readers[index < len(args.prompt)])
         if rows and not args.env:
+            report_unread(requests, writer.tokenizer)
             answer_requests(args, writer, requests, file, progress)
             if file is not None:
                 print(progress.describe_times(), compiled.describe(), sep="\n", file=sys.stderr)
@@ -312,7 +318,8 @@ def env_row(row: dict[str, Any], origin: str = "", images: Any = None) -> dict[s
     """Return a row in the form that environments need: with messages in place of a plain prompt.
     images: reader of its images; None refuses them."""
     from jaxtrain.data.chat.messages import MalformedRow
-    from jaxtrain.data.chat.rows import Row, normalize_row
+    from jaxtrain.data.chat.prompt import normalize_row
+    from jaxtrain.data.chat.rows import Row
     from jaxtrain.data.chat.tokenize import open_row_images
 
     try:

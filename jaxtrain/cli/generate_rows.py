@@ -102,6 +102,20 @@ def parse_line(line: str, origin: str) -> tuple[dict[str, Any], str]:
     return row, origin
 
 
+def report_unread(requests: list[dict[str, Any]], tokenizer: Any) -> None:
+    """Print the keys of messages that nothing reads, each with the number of its prompts."""
+    from jaxtrain.data.chat.omissions import list_unwritten_names
+    from jaxtrain.data.counts import Counts, add_items, describe_unread
+    from jaxtrain.data.sample import note_unread
+
+    counts = Counts()
+    for request in (request for request in requests if "unread" in request):
+        names = {*request["unread"], *list_unwritten_names(tokenizer, request["prompt"])}
+        add_items(counts, note_unread(sorted(names), request["origin"]))
+    if line := describe_unread(counts):
+        print(f"generate: {line}", file=sys.stderr)
+
+
 def leave_out_malformed(
     rows: list[tuple[dict[str, Any], str]],
     read: Callable[[dict[str, Any], str], Any],
@@ -180,5 +194,6 @@ def read_request(
         "chat_template_kwargs": keywords or None,
         "shown": show_pictures(messages[-1]["content"]),
         "images": prompt.images,
+        "unread": columns.unread_keys,
         "replaced": [columns.renamed.get(name, name) for name in replaced],
     }

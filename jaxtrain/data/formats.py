@@ -3,7 +3,8 @@
 | format            | columns                                | from the tokenizer              |
 |-------------------|----------------------------------------|---------------------------------|
 | chat              | messages (or conversations)            | chat template                   |
-| prompt_completion | prompt, completion                     | chat template if messages       |
+| prompt_completion | prompt (or question, instruction with  | chat template if messages       |
+|                   | input, input), completion (or output)  |                                 |
 | alpaca            | instruction, output, input, system     | chat template if as_chat        |
 | input_output      | segments: [{text, train}]              |                                 |
 | completion        | text                                   | eos; split at sequence_len      |
@@ -46,6 +47,11 @@ COLUMNS: dict[str, tuple[tuple[str, ...], ...]] = {
     "completion": (("text",),),
 }
 """The columns that each format needs, in order of preference when several fit."""
+QUESTIONS = ("prompt", "question", "instruction", "input")
+"""Columns of a prompt beside an answer."""
+ANSWERS = ("completion", "output")
+OTHER_PAIRS = tuple((question, answer) for question in QUESTIONS for answer in ANSWERS)
+"""Columns of prompt_completion under other readers' names, where no format fits."""
 
 OPTIONAL = {*CONTEXT, "input", "loss_mask"}
 """Columns that a format reads if present."""
@@ -57,7 +63,6 @@ CHOSEN = (
     ("chosen_response", "rejected_response"),
     ("chatgpt", "llama2-13b-chat"),
 )
-ONE = ("completion", "output")
 LABELS = ("label", "kto_tag", "completion_decision")
 MANY = ("completions", "answers", "responses", "generations")
 """Columns of preference rows."""
@@ -70,7 +75,7 @@ def detect_format(columns: Iterable[str], fields: Mapping[str, str] | None = Non
     """
     names = set(columns)
     names |= {name for name, column in (fields or {}).items() if column in names}
-    for name, alternatives in COLUMNS.items():
+    for name, alternatives in (*COLUMNS.items(), ("prompt_completion", OTHER_PAIRS)):
         if any(names >= set(needed) for needed in alternatives):
             return name
     return None
@@ -82,7 +87,7 @@ def detect_kind(columns: Iterable[str]) -> Kind | None:
     if any(names >= set(columns_of_pair) for columns_of_pair in CHOSEN):
         return "pairs"
     prompt_names = names & set(PROMPTS)
-    if names & set(LABELS) and (names & {*MESSAGES} or prompt_names and names & {*ONE}):
+    if names & set(LABELS) and (names & {*MESSAGES} or prompt_names and names & {*ANSWERS}):
         return "labels"
     if prompt_names and names & set(MANY):
         return "scores"
@@ -129,7 +134,8 @@ def require_format(dataset: DatasetConfig, columns: tuple[str, ...]) -> str:
     name = detect_format(columns, renamed)
     if dataset.format != "auto":
         names = set(columns) | set(renamed)
-        if any(names >= set(needed) for needed in COLUMNS[dataset.format]):
+        others = OTHER_PAIRS if dataset.format == "prompt_completion" else ()
+        if any(names >= set(needed) for needed in (*COLUMNS[dataset.format], *others)):
             return dataset.format
         name = None
     if name is None:

@@ -16,7 +16,7 @@ import string
 from collections.abc import Awaitable, Sequence
 from typing import Any, NamedTuple, NoReturn, TypeVar
 
-from jaxtrain.data.chat.omissions import Kwargs
+from jaxtrain.data.chat.omissions import Kwargs, list_unwritten_names
 from jaxtrain.data.chat.template import TemplateFailed, decode_answer
 from jaxtrain.environments.chat_request import ChatRequest, message_key, read_request
 from jaxtrain.environments.request_fields import Note, RequestRefused
@@ -249,6 +249,8 @@ class EpisodeRecord:
     def _read(self, body: Any) -> tuple[ChatRequest, dict[int, int], Prompt]:
         """Do the work of `_prepare`, in a thread: what it reads of the episode only grows."""
         request = read_request(body, self.sampling, self.vocabulary, self.form.note)
+        for name in list_unwritten_names(self.form.template.tokenizer, request.messages):
+            self.form.note(name)
         drawn = self._find_drawn(request)
         messages = [
             {"role": "assistant", "content": message["content"]} if index in drawn else message

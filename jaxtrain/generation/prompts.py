@@ -13,7 +13,8 @@ from typing import Any
 
 from jaxtrain.config import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow
-from jaxtrain.data.chat.rows import Row, normalize_row
+from jaxtrain.data.chat.prompt import normalize_row
+from jaxtrain.data.chat.rows import Row
 from jaxtrain.data.chat.tokenize import open_images, open_row_images
 from jaxtrain.data.sample import TOO_MANY_PATCHES
 from jaxtrain.data.sources.dataset import open_rows
@@ -42,12 +43,13 @@ class PromptRows:
         key: str,
         images: Any = None,
         row_patches: int | None = None,
+        tokenizer: Any = None,
     ):
         """images: reader of the dataset's images; None refuses them. row_patches: limit of the
-        patches of a row's images, beyond which it is unusable. Raises UserError if a renamed column
-        is in none of the first rows."""
+        patches of a row's images, beyond which it is unusable. tokenizer: as in open_prompts.
+        Raises UserError if a renamed column is in none of the first rows."""
         self.rows, self.dataset, self.images = rows, dataset, images
-        self.row_patches = row_patches
+        self.row_patches, self.tokenizer = row_patches, tokenizer
         columns = {name: column for name, column in dataset.fields.items() if "." not in name}
         check_columns(rows, columns, f"{key}.fields", dataset.path)
 
@@ -65,6 +67,7 @@ class PromptRows:
         try:
             columns = Row(row, **self.dataset.reading)
             columns.images = open_row_images(self.images, self.origin(index))
+            columns.tokenizer = self.tokenizer
             normalized = normalize_row(columns)
             if self._has_too_many(columns.images):
                 raise MalformedRow(TOO_MANY_PATCHES)
@@ -90,10 +93,11 @@ class PromptRows:
 def open_prompts(
     dataset: DatasetConfig, key: str, tokenizer: Any = None, row_patches: int | None = None
 ) -> PromptRows:
-    """Open the prompts of a dataset; `key` is its place in the config. tokenizer: with the format
-    of its model's images, if they are read. row_patches: see PromptRows. Raises UserError."""
+    """Open the prompts of a dataset; `key` is its place in the config. tokenizer: with the chat
+    template that writes them, and the format of its model's images, if they are read. row_patches:
+    see PromptRows. Raises UserError."""
     images = open_images(dataset, tokenizer)
-    return PromptRows(open_rows(dataset), dataset, key, images, row_patches)
+    return PromptRows(open_rows(dataset), dataset, key, images, row_patches, tokenizer)
 
 
 def check_columns(rows: Any, columns: Mapping[str, str], key: str, path: str) -> None:

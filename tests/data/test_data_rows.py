@@ -9,8 +9,10 @@ import pytest
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow, read_messages
-from jaxtrain.data.chat.prompt import read_prompt
-from jaxtrain.data.chat.rows import Row, normalize_row
+from jaxtrain.data.chat.omissions import list_unwritten_names
+from jaxtrain.data.chat.prompt import normalize_row, read_prompt
+from jaxtrain.data.chat.rows import Row
+from jaxtrain.data.chat.template import load_tokenizer
 from jaxtrain.data.chat.tokenize import RowTokenizer
 from jaxtrain.data.comparisons.preference_row import read_judged
 from jaxtrain.data.preview import plain_text
@@ -109,6 +111,45 @@ def test_what_nothing_reads_is_named_once_a_row(tokenizer):
     row = {"messages": [{**ASK, "id": 2}, answer], "source": "web", "empty": "", "tools": []}
     [_], notes = read(tokenizer, row)
     assert notes == ["column 'source'", "message key 'id'"]
+
+
+def test_a_name_that_the_template_leaves_out_is_reported_on_every_path(tokenizer):
+    """Of a template that writes names, nothing is reported; a tool's name is that of its call."""
+    named = {**ASK, "name": "ada"}
+    answers = [{"role": "assistant", "content": text} for text in "ab"]
+    chat = {"messages": [named, answers[0]]}
+    naming = load_tokenizer("builtin")
+    naming.chat_template = naming.chat_template.replace(
+        "+ message.role +", "+ message.role + (message.name or '') +"
+    )
+    result = {"role": "tool", "content": "3", "name": "add"}
+    assert list_unwritten_names(tokenizer, [ASK, result]) == []
+    for writer, notes in ((tokenizer, ["message key 'name'"]), (naming, [])):
+        [text], reasons = read(writer, chat)
+        assert reasons == notes and ("ada" in text) is (not notes)
+        pair = {"prompt": [named], "chosen": answers[:1], "rejected": answers[1:]}
+        judged = read_judged(pair, DatasetConfig(path="x"), tokenizer=writer)
+        assert list(judged.unread) == notes and judged.prompt == [named]
+        rows = PromptRows([chat], DatasetConfig(path="x"), "data", tokenizer=writer)
+        assert list(rows.read(0)[1]) == notes
+
+
+@pytest.mark.parametrize("block", ["<think>\nB\n</think>\n\nA", "<think></think>A", "A"])
+def test_a_thought_in_both_places_is_written_once(block):
+    message = {"role": "assistant", "content": block, "reasoning_content": "B"}
+    [read_once] = read_messages([message])
+    assert read_once == {"role": "assistant", "content": "A", "reasoning_content": "B"}
+    with pytest.raises(MalformedRow, match="reasoning_content and the thought in content differ"):
+        read_messages([{**message, "content": "<think>C</think>A"}])
+
+
+@pytest.mark.parametrize("answer", ["completion", "output"])
+@pytest.mark.parametrize("question", ["prompt", "question", "instruction", "input"])
+def test_questions_have_the_same_names_in_training_and_rollouts(tokenizer, question, answer):
+    row = {question: "What?", answer: "That."}
+    [text], notes = read(tokenizer, row, as_chat=True)
+    prompt, _ = read_rollout(tokenizer, row)
+    assert text.startswith(prompt) and "⟦That.<|im_end|>⟧" in text and not notes
 
 
 def test_prompts_are_the_same_text_in_rollouts_as_in_training(tokenizer):

@@ -190,6 +190,8 @@ class MessageReader:
             if detail[-1]["end_offset"] >= len(content):
                 raise MalformedRow("train_detail goes beyond the text")
             message["train_detail"] = detail
+        if "reasoning_content" in message:
+            self._drop_block(message)
         ignored = [key for key in item if key not in used and not is_empty(item[key])]
         refuse(ignored, "message key")
         speaks = text is not None or thought or calls or (role == "tool" and not ignored)
@@ -198,6 +200,17 @@ class MessageReader:
             raise MalformedRow(f"a message without content (its keys: {keys})")
         self.unread.update(f"message key {show(key, 60)}" for key in ignored)
         return message
+
+    def _drop_block(self, message: Message) -> None:
+        """Remove the block at the beginning of a content that repeats its thought."""
+        if not message["content"].lstrip().startswith(tuple(opening for opening, _ in TAGS)):
+            return
+        thought = message["reasoning_content"]
+        split = split_thinking({**message, "reasoning_content": ""})
+        if split["reasoning_content"] in ("", thought.strip()):
+            message["content"] = split["content"]
+        elif not self.lenient:
+            raise MalformedRow("reasoning_content and the thought in content differ")
 
     def _pick(
         self, item: Mapping[str, Any], key: str, used: set[str], read: Callable[[str, Any], Any]
@@ -398,19 +411,6 @@ def without_flags(messages: Sequence[Message]) -> list[Message]:
     """Return the messages as chat templates see them."""
     flags = ("train", "train_detail")
     return [{k: v for k, v in message.items() if k not in flags} for message in messages]
-
-
-def context_spans(messages: Sequence[Message]) -> dict[int, list[tuple[int, int]]]:
-    """Return {index of a message: (start, end) of the characters of its text that do not train}."""
-    spans = {
-        index: [
-            (span["begin_offset"], span["end_offset"] + 1)
-            for span in message.get("train_detail", ())
-            if not span["train"]
-        ]
-        for index, message in enumerate(messages)
-    }
-    return {index: listed for index, listed in spans.items() if listed}
 
 
 def split_thinking(message: Message) -> Message:

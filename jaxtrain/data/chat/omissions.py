@@ -12,7 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from jaxtrain.huggingface.chat_template import TemplateFailed
+from jaxtrain.huggingface.chat_template import TemplateFailed, render
 
 Kwargs = Mapping[str, Any] | None
 """chat_template_kwargs: variables of the template besides messages and tools."""
@@ -66,6 +66,43 @@ def check_omissions(
         verdicts[shape] = _find_omission(messages, tools, parts, texts, write)
     if verdicts[shape]:
         raise TemplateOmission(f"chat template leaves out {verdicts[shape]}")
+
+
+_NAMES: "weakref.WeakKeyDictionary[Any, dict[Any, bool]]" = weakref.WeakKeyDictionary()
+NAMED = ("user", "assistant", "user")
+"""Roles of the conversation in which a name is tried."""
+
+
+def list_unwritten_names(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Return the note of a row whose messages have names that the chat template leaves out.
+
+    A tool's name repeats that of its call, so it is not looked at.
+    """
+    template = getattr(tokenizer, "chat_template", None)
+    roles = {message["role"] for message in messages if "name" in message} - {"tool"}
+    if not roles or not template:
+        return []
+    cache = _NAMES.setdefault(tokenizer, {})
+    for role in roles:
+        key = (template if isinstance(template, str) else repr(template), role)
+        if key not in cache:
+            cache[key] = _writes_name(tokenizer, role)
+        if not cache[key]:
+            return ["message key 'name'"]
+    return []
+
+
+def _writes_name(tokenizer: Any, role: str) -> bool:
+    """Return True if the template writes the name of a message, or refuses it."""
+    roles = NAMED if role in NAMED else (role, *NAMED)
+    named = [
+        {"role": entry, "content": "c", **({"name": "zq0w"} if entry == role else {})}
+        for entry in roles
+    ]
+    try:
+        return "zq0w" in render(tokenizer, named, None, False, None)
+    except TemplateFailed:
+        return True
 
 
 def _describe(

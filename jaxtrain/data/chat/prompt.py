@@ -4,16 +4,16 @@ A conversation that ends in the assistant's turn is continued within that turn, 
 behind such a prompt (`tokenize.continue_turn`); any other by the generation prompt.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxtrain.data.chat.control_tokens import SpecialTokens, encoder_of, require_chat_template
-from jaxtrain.data.chat.messages import MalformedRow, context_spans, without_flags
+from jaxtrain.data.chat.messages import MalformedRow, without_flags
 from jaxtrain.data.chat.omissions import Kwargs, check_omissions
-from jaxtrain.data.chat.rows import Row
-from jaxtrain.data.chat.template import Message, Renderer, RetokenizationError
+from jaxtrain.data.chat.rows import IMAGES, MESSAGES, PROMPTS, TOOLS, Row, is_conversation
+from jaxtrain.data.chat.template import Message, Renderer, RetokenizationError, context_spans
 from jaxtrain.data.chat.tokenize import continue_turn
 from jaxtrain.huggingface.chat_template import TemplateFailed, render
 
@@ -45,6 +45,50 @@ def read_prompt(row: Row, column: str = "prompt") -> Prompt | None:
     if value is None:
         return None
     return Prompt(value, row.tools(), row.chat_template_kwargs(), row.images)
+
+
+def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
+    """Return the columns of a row with messages, tools and keywords of templates in one form, for
+    readers that do not know the dataset's names; other columns stay as they are. Images are read:
+    columns and parts hold packing.tree.Image, which any reader takes.
+
+    Raises MalformedRow.
+    """
+    row.parse({column}.difference(PROMPTS))
+    columns, images = dict(row.columns), row.images
+    for name in {column, *PROMPTS}:
+        if is_conversation(columns.get(name), row.fields):
+            chat = row.messages() if name in MESSAGES else row.read_messages(row.get(name))
+            assert chat is not None, "is_conversation has seen it"
+            is_answered = name not in MESSAGES and chat and chat[-1]["role"] == "assistant"
+            if is_answered and not row.continues(name):
+                row.ignore(f"answer at the end of column {name}")
+            columns[name] = _with_parts(chat, images)
+    for name in IMAGES:
+        if images is not None and name in row:
+            columns[name] = images.read_column(columns[name])
+    if is_conversation(columns.get("history"), row.fields):
+        columns["history"] = _with_parts(row.history(), images)
+    schemas = [columns[name] for name in TOOLS if name in row]
+    if schemas and all(map(_is_schemas, schemas)):
+        columns["tools"] = row.tools()
+        columns.pop("functions", None)
+    if isinstance(columns.get("chat_template_kwargs"), str | Mapping):
+        columns["chat_template_kwargs"] = row.chat_template_kwargs()
+    return columns
+
+
+def _with_parts(messages: list[Message], images: Any) -> list[Message]:
+    """Return messages whose images are parts, not markers, which only the row's reader knows."""
+    if images is None:
+        return messages
+    return images.to_parts(messages, lambda image: {"image": image})
+
+
+def _is_schemas(value: Any) -> bool:
+    if isinstance(value, str):
+        return value.lstrip().startswith("[")
+    return isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
 
 
 def prompt_tokens(

@@ -41,6 +41,7 @@ from jaxtrain.data.chat.messages import (
     split_thinking,
     without_flags,
 )
+from jaxtrain.data.chat.omissions import list_unwritten_names
 from jaxtrain.safe_io import parse_json
 from jaxtrain.text_safety import name_type, show
 
@@ -82,6 +83,8 @@ class Row:
 
     images: Any = None
     """The images.placing.RowImages of a caller that reads images; None refuses them."""
+    tokenizer: Any = None
+    """Its chat template writes the messages, for callers that report what it leaves out."""
 
     def __init__(
         self,
@@ -173,7 +176,9 @@ class Row:
 
     def _normalize(self, value: Any, speaker: str) -> list[Message]:
         options = {"speaker": speaker, "spans": self.spans, "images": self.images}
-        return read_messages(value, self.fields, self.roles, self._notes, **options)
+        messages = read_messages(value, self.fields, self.roles, self._notes, **options)
+        self._notes.update(list_unwritten_names(self.tokenizer, messages))
+        return messages
 
     def _shape(self, messages: list[Message]) -> list[Message]:
         """Apply the dataset's rules for messages."""
@@ -313,9 +318,7 @@ class Row:
             return None
         value = self.get(name) if name not in MESSAGES else self.messages()
         if isinstance(value, str):
-            check_values(value)
-            if name == "instruction" and (extra := self.text("input")):
-                value = f"{value}\n\n{extra}"
+            value = self.question(name)
         elif name not in MESSAGES:
             value = self.read_messages(value)
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
@@ -337,6 +340,17 @@ class Row:
         # The messages that it is compared with have no images of a column either.
         self._compare(name, plain)
         return without_flags(complete)
+
+    def question(self, name: str) -> Any:
+        """Return a column of a prompt: a text, an instruction with its input, or messages as they
+        are."""
+        value = self.require(name)
+        if not isinstance(value, str):
+            return value
+        extra = self.text("input") if name == "instruction" else None
+        value = f"{value}\n\n{extra}" if extra else value
+        check_values(value)
+        return value
 
     def continues(self, name: str) -> bool:
         """Return True if the assistant's turn at the end of a column is to be continued."""
@@ -417,50 +431,6 @@ class Row:
 
 
 SPEAKERS = ("user", "assistant")
-
-
-def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
-    """Return the columns of a row with messages, tools and keywords of templates in one form, for
-    readers that do not know the dataset's names; other columns stay as they are. Images are read:
-    columns and parts hold packing.tree.Image, which any reader takes.
-
-    Raises MalformedRow.
-    """
-    row.parse({column}.difference(PROMPTS))
-    columns, images = dict(row.columns), row.images
-    for name in {column, *PROMPTS}:
-        if is_conversation(columns.get(name), row.fields):
-            chat = row.messages() if name in MESSAGES else row.read_messages(row.get(name))
-            assert chat is not None, "is_conversation has seen it"
-            is_answered = name not in MESSAGES and chat and chat[-1]["role"] == "assistant"
-            if is_answered and not row.continues(name):
-                row.ignore(f"answer at the end of column {name}")
-            columns[name] = _with_parts(chat, images)
-    for name in IMAGES:
-        if images is not None and name in row:
-            columns[name] = images.read_column(columns[name])
-    if is_conversation(columns.get("history"), row.fields):
-        columns["history"] = _with_parts(row.history(), images)
-    schemas = [columns[name] for name in TOOLS if name in row]
-    if schemas and all(map(_is_schemas, schemas)):
-        columns["tools"] = row.tools()
-        columns.pop("functions", None)
-    if isinstance(columns.get("chat_template_kwargs"), str | Mapping):
-        columns["chat_template_kwargs"] = row.chat_template_kwargs()
-    return columns
-
-
-def _with_parts(messages: list[Message], images: Any) -> list[Message]:
-    """Return messages whose images are parts, not markers, which only the row's reader knows."""
-    if images is None:
-        return messages
-    return images.to_parts(messages, lambda image: {"image": image})
-
-
-def _is_schemas(value: Any) -> bool:
-    if isinstance(value, str):
-        return value.lstrip().startswith("[")
-    return isinstance(value, list) and all(isinstance(tool, Mapping) for tool in value)
 
 
 def parse_messages(name: str, value: Any, fields: Mapping[str, str]) -> Any:

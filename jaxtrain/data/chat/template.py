@@ -72,6 +72,19 @@ class Rendering:
     """Control tokens that the messages spell, counted with their first rendering."""
 
 
+def context_spans(messages: Sequence[Message]) -> dict[int, list[tuple[int, int]]]:
+    """Return {index of a message: (start, end) of the characters of its text that do not train}."""
+    spans = {
+        index: [
+            (span["begin_offset"], span["end_offset"] + 1)
+            for span in message.get("train_detail", ())
+            if not span["train"]
+        ]
+        for index, message in enumerate(messages)
+    }
+    return {index: listed for index, listed in spans.items() if listed}
+
+
 def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     """Load a transformers fast tokenizer from a folder, the Hub, or "builtin" (shipped here).
 

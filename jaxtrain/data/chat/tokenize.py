@@ -17,15 +17,16 @@ from jaxtrain.data.chat.messages import (
     MalformedRow,
     Message,
     check_values,
-    context_spans,
     pick,
     select_turns,
     without_flags,
 )
 from jaxtrain.data.chat.rows import CONTEXT, IMAGES, Conversation, Row
 from jaxtrain.data.formats import (
+    ANSWERS,
     COLUMNS,
     OPTIONAL,
+    QUESTIONS,
     call_custom_format,
     check_names,
     detect_format,
@@ -38,7 +39,10 @@ from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
 
 NAMES = [
-    *sorted({name for needed in COLUMNS.values() for names in needed for name in names} | OPTIONAL),
+    *sorted(
+        {name for needed in COLUMNS.values() for names in needed for name in names}
+        | {*QUESTIONS, *ANSWERS, *OPTIONAL}
+    ),
     *(f"messages.{key}" for key in KEYS),
 ]
 """Names that `fields` may assign to columns."""
@@ -91,6 +95,7 @@ class RowTokenizer:
         try:
             columns = Row(row, **self.dataset.reading, spans=True)
             columns.images = images = open_row_images(self.images, origin)
+            columns.tokenizer = self.tokenizer
             if self.outside is not None:
                 check_values([v for v in columns.columns.values() if isinstance(v, str)])
                 custom = self._ask(self.outside, columns.columns)
@@ -99,7 +104,7 @@ class RowTokenizer:
                 keys = {k: v for k, v in self.dataset.fields.items() if "." in k}
                 reading = {**self.dataset.reading, "fields": keys, "column_formats": {}}
                 columns = Row(custom, **reading, spans=True)
-                columns.images = images
+                columns.images, columns.tokenizer = images, self.tokenizer
             return [*self._read(columns, origin), *note_unread(columns.unread, origin)]
         except MalformedRow as error:
             return [Dropped(f"malformed row: {error}", error.locate(origin))]
@@ -133,7 +138,9 @@ class RowTokenizer:
             return self._chat(row, row.conversation(messages), origin)
         as_chat = self.dataset.as_chat
         if name == "prompt_completion":
-            prompt, completion = row.require("prompt"), row.require("completion")
+            question = next((name for name in QUESTIONS if name in row), "prompt")
+            answer = next((name for name in ANSWERS if name in row), "completion")
+            prompt, completion = row.question(question), row.require(answer)
             texts = isinstance(prompt, str) and isinstance(completion, str)
             if texts and not (as_chat or row.has_context):
                 row.refuse_media()
@@ -180,7 +187,7 @@ class RowTokenizer:
         assert self.renderer is not None
         messages, mode = conversation.messages, self.dataset.train_on
         turns = select_turns(messages, mode, conversation.first, self.dataset.roles_to_train)
-        spans = context_spans(messages)
+        spans = template.context_spans(messages)
         if mode != "all" and not turns:
             return [Dropped("no trained token", origin)]
         keywords = conversation.chat_template_kwargs

@@ -17,7 +17,7 @@ import numpy as np
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat import template
 from jaxtrain.data.chat.control_tokens import encoder_of
-from jaxtrain.data.chat.messages import MalformedRow, context_spans, select_turns, without_flags
+from jaxtrain.data.chat.messages import MalformedRow, select_turns, without_flags
 from jaxtrain.data.chat.rows import Conversation
 from jaxtrain.data.chat.tokenize import open_images
 from jaxtrain.data.comparisons.preference_row import NOTHING_SHARED, SAME, PreferenceRow
@@ -163,7 +163,7 @@ class Answers:
             raise MalformedRow("no trained turn in an answer")
         # Turns that must not train are located as well, because "all" trains what is around them.
         shut = [i for i in select_turns(messages, "all") if i >= first] if mode == "all" else []
-        spans = context_spans(messages)
+        spans = template.context_spans(messages)
         located = sorted({*turns, *shut, *(spans if mode == "all" else ())})
         keywords = conversation.chat_template_kwargs
         find = self._finder(messages, by_marker)

@@ -21,15 +21,16 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxtrain.config.data import DatasetConfig
-from jaxtrain.data.chat.messages import MalformedRow, check_values, context_spans, is_empty
+from jaxtrain.data.chat.messages import MalformedRow, check_values, is_empty
 from jaxtrain.data.chat.rows import CONTEXT, MESSAGES, Row
+from jaxtrain.data.chat.template import context_spans
 from jaxtrain.data.chat.tokenize import continue_turn
 from jaxtrain.data.comparisons.ranked import RankedPair, rank_pairs
 from jaxtrain.data.formats import (
+    ANSWERS,
     CHOSEN,
     LABELS,
     MANY,
-    ONE,
     PROMPTS,
     Kind,
     check_fields,
@@ -48,7 +49,7 @@ OWN_TEXT = ("response", "answer", "completion", "text", "content", "messages")
 OWN_SCORE = ("score", "overall_score", "rating", "reward")
 OTHERS = (*CONTEXT, "margin", "score_chosen", "score_rejected")
 COLUMNS = sorted(
-    {*PROMPTS, *itertools.chain(*CHOSEN), *ONE, *LABELS, *MANY, *SCORES, *RANKS, *OTHERS}
+    {*PROMPTS, *itertools.chain(*CHOSEN), *ANSWERS, *LABELS, *MANY, *SCORES, *RANKS, *OTHERS}
 )
 """All columns that are read."""
 
@@ -112,12 +113,12 @@ def require_kind(dataset: DatasetConfig, columns: tuple[str, ...], want: str) ->
 
 
 def read_judged(
-    row: Mapping[str, Any], dataset: DatasetConfig, images: Any = None
+    row: Mapping[str, Any], dataset: DatasetConfig, images: Any = None, tokenizer: Any = None
 ) -> PreferenceRow:
     """Read a row of any kind; raises MalformedRow with the reason if it is invalid. images: its
-    images.placing.RowImages; None refuses images."""
+    images.placing.RowImages; None refuses images. tokenizer: see Row."""
     columns = Row(row, **dataset.reading, spans=True)
-    columns.images = images
+    columns.images, columns.tokenizer = images, tokenizer
     kind = detect_kind(name for name, value in columns.columns.items() if value is not None)
     if kind is None:
         names = ", ".join(map(str, columns.columns)) or "none"
@@ -151,7 +152,7 @@ class PreferenceRowReader:
     def _labels(self) -> PreferenceRow:
         row = self.row
         label = _boolean(row.get(*LABELS))
-        completion = row.get(*ONE)
+        completion = row.get(*ANSWERS)
         if completion is None:
             messages = row.messages() or []
             ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
@@ -231,12 +232,9 @@ class PreferenceRowReader:
             return None
         if name in MESSAGES and not isinstance(row.columns[name], str):
             return self._leave_out_answers(name, row.messages() or [])
-        value = row.get(name)
-        if not isinstance(value, str):
-            return self._leave_out_answers(name, row.read_messages(value))
-        if name == "instruction" and (extra := row.text("input")):
-            value = f"{value}\n\n{extra}"
-        check_values(value)
+        if not isinstance(row.columns[name], str):
+            return self._leave_out_answers(name, row.read_messages(row.get(name)))
+        value = row.question(name) if name in row else row.get(name)
         if BEGINS.match(value) and value.rstrip().endswith("\n\nAssistant:"):
             return parse_talk(value.rstrip())[:-1]
         return value, name != "prompt"

@@ -183,7 +183,8 @@ class RankedReader:
                 raise UserError(
                     f"format {self.dataset.format!r} must return a row of preference data, a dict"
                 )
-        judged = read_judged(row, self.dataset, open_row_images(self.images, origin))
+        images = open_row_images(self.images, origin)
+        judged = read_judged(row, self.dataset, images, self.tokenizer)
         if self.want == "labels":
             return label_judged(judged)
         if judged.labels and not grouped:

@@ -141,6 +141,7 @@ class StepwiseReader:
         try:
             columns = Row(row, **self.dataset.reading)
             columns.images = open_row_images(self.images, origin)
+            columns.tokenizer = self.tokenizer
             prompt, placed, steps, labels = self.read(columns)
         except template.TemplateOmission as error:
             return [Dropped(str(error), origin)]

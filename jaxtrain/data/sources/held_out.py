@@ -39,8 +39,9 @@ def question_of(row: Mapping[str, Any], dataset: DatasetConfig) -> Any:
     def column(name: str) -> Any:
         return row.get(dataset.fields.get(name, name))
 
-    if column("prompt"):
-        return column("prompt")
+    for name in ("prompt", "question"):
+        if column(name):
+            return column(name)
     if column("instruction"):
         return [column(name) for name in ("instruction", "input", "system")]
     for name in (*MESSAGES, "chosen"):
@@ -50,7 +51,7 @@ def question_of(row: Mapping[str, Any], dataset: DatasetConfig) -> Any:
             continue
         if isinstance(messages, list):
             return _before_answer(messages, dataset) or row
-    return row
+    return column("input") or row
 
 
 def _before_answer(messages: list[Any], dataset: DatasetConfig) -> list[Any]:

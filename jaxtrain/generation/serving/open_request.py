@@ -16,6 +16,7 @@ from jaxtrain.config.data import DatasetConfig
 from jaxtrain.config.limits import SEED
 from jaxtrain.config.task import StructuredOutputs
 from jaxtrain.data.chat.messages import MalformedRow
+from jaxtrain.data.chat.omissions import list_unwritten_names
 from jaxtrain.data.chat.prompt import prompt_tokens, split_opening
 from jaxtrain.data.chat.template import TemplateFailed, encode, end_of_turn_ids
 from jaxtrain.data.chat.tokenize import open_images, open_row_images
@@ -173,6 +174,8 @@ class ServingFormat:
             messages, _, tools, kwargs = read_conversation(body, note, images)
         except UserError as error:  # images without Pillow
             refuse(f"messages: {error}")
+        for name in list_unwritten_names(self.tokenizer, messages):
+            note(name)
         continues = bool(body.get("continue_final_message"))
         if body.get("add_generation_prompt", not continues) is continues:
             refuse("one of add_generation_prompt and continue_final_message must be true")

@@ -157,6 +157,8 @@ class TreeBuilder:
         members = row["group"] if set(row) == {"group"} else [row]
         try:
             rows = [Row(member, **self.reading) for member in members]
+            for member in rows:
+                member.tokenizer = self.tokenizer
             group = [self.read_turns(member) for member in rows]
         except TemplateOmission as error:
             return [Dropped(str(error), origin)]
