@@ -17,6 +17,7 @@ moved     by how much the same log-probs of the trainer differ from those of the
 
 import argparse
 import json
+import math
 import os
 import shutil
 import signal
@@ -24,6 +25,7 @@ import subprocess
 import tempfile
 import time
 import urllib.request
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +38,13 @@ from harness import Table, command_line, log, make_parser, query_gpu, shorten
 from step_work import MODELS
 from weight_sync import Trainer
 
+from jaxtrain.core.scorer import make_logp
+from jaxtrain.data.packing.pack import lay_out, pack_for_scoring
+from jaxtrain.data.packing.tree import chain
 from jaxtrain.generation.vllm.control import call
+from jaxtrain.models import build, families
+from jaxtrain.models.decoder_config import DecoderConfig
+from jaxtrain.models.parameters import Params, split_model
 
 COLUMNS = (
     ("model", "model", "<15"),
@@ -54,14 +62,30 @@ ROOT = Path(__file__).parents[1]
 TEXTS, LENGTH = 4, 96
 
 
+def write_header(path: Path, shapes: dict[str, Sequence[int]]) -> None:
+    """Write a safetensors file whose tensors {name: shape} in bfloat16 take no room on disk: vLLM
+    reads none with --load-format dummy, but names and shapes of experts come from a header."""
+    header, end = {}, 0
+    for name, shape in shapes.items():
+        begin, end = end, end + 2 * math.prod(shape)
+        header[name] = {"dtype": "BF16", "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    with path.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        file.truncate(8 + len(text) + end)
+
+
 class RealServer:
     """A vLLM with weights of its own, as a child."""
 
-    def __init__(self, options: argparse.Namespace, raw: dict, folder: Path, port: int):
+    def __init__(self, options: argparse.Namespace, raw: dict, shapes: dict, folder: Path):
+        port = options.port
+        options.port += 1
         self.url, self.folder = f"http://127.0.0.1:{port}", folder
         for file in options.tokenizer.glob("*token*"):
             shutil.copy(file, folder)
         (folder / "config.json").write_text(json.dumps(raw | {"torch_dtype": "bfloat16"}))
+        write_header(folder / "model.safetensors", shapes)
         command = [options.vllm, "-m", "jaxtrain_vllm.serve", "--model", str(folder)]
         command += ["--port", str(port), "--sync", "delta", "--", "--load-format", "dummy"]
         command += ["--max-model-len", "512", "--dtype", "bfloat16", "--enforce-eager"]
@@ -102,26 +126,25 @@ class RealServer:
         self.log.close()
 
 
+def list_tensors(config: DecoderConfig, params: Params) -> tuple[list, dict]:
+    """Return the entries of a model's parameters, and {name: shape} of its tensors in files."""
+    names = families.family(config).names(config)
+    entries, tensors = [entry for entry in names if entry.param in params], {}
+    for entry in entries:
+        tensors |= entry.op.shapes(params[entry.param].shape)
+    return entries, tensors
+
+
 class Policy:
     """The trainer's model, and what its log-probs are."""
 
     def __init__(self, raw: dict):
-        from jaxtrain.core.scorer import make_logp
-        from jaxtrain.data.packing.pack import lay_out, pack_for_scoring
-        from jaxtrain.data.packing.tree import chain
-        from jaxtrain.models import build, families
-        from jaxtrain.models.parameters import split_model
-
         config = families.config_from_hf(raw)
         params, rebuild = split_model(build.init(config, 0, param_dtype="float32"))
         # A model that computes in bfloat16 with the same parameters.
         rebuild = split_model(build.abstract(config, param_dtype="float32", dtype="bfloat16"))[1]
         self.params, self.compute = dict(params), make_logp(rebuild, "auto", None)
-        names = families.family(config).names(config)
-        self.entries = [entry for entry in names if entry.param in params]
-        self.named = {}
-        for entry in self.entries:
-            self.named |= entry.op.shapes(params[entry.param].shape)
+        self.entries, self.named = list_tensors(config, params)
         rng = np.random.default_rng(0)
         self.texts = rng.integers(5, min(raw["vocab_size"], 40000), (TEXTS, LENGTH))
         trees = [lay_out(chain(text, {})) for text in self.texts]
@@ -186,10 +209,12 @@ def main() -> None:
     parser.add_argument("--port", type=int, default=8765)
     options = parser.parse_args()
     table = Table(COLUMNS, options.out, command_line(), hardware=query_gpu("name").strip())
-    for index, name in enumerate(options.models):
+    for name in options.models:
         with tempfile.TemporaryDirectory() as folder:
             log(f"{name}: vLLM starts")
-            server = RealServer(options, MODELS[name], Path(folder), options.port + index)
+            config = families.config_from_hf(MODELS[name])
+            tensors = list_tensors(config, split_model(build.abstract(config))[0])[1]
+            server = RealServer(options, MODELS[name], tensors, Path(folder))
             try:
                 policy = Policy(MODELS[name])
                 measure(name, policy, server, table)

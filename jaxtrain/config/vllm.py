@@ -82,8 +82,9 @@ class VllmConfig(Section):
     read from adapter_dir."""
     keep_adapters: int = Field(2, ge=2, le=1024)
     """lora: versions that stay on disk and loaded. Two, so that answers under way can end."""
-    concurrency: Annotated[int, RESUMABLE] = Field(128, ge=1, le=ITEMS)
-    """Requests under way at once, on all servers together."""
+    concurrency: Annotated[int, RESUMABLE] = Field(512, ge=1, le=ITEMS)
+    """Requests under way at once, on all servers together; each has a connection of its own. A
+    server whose own queue grows gets no more."""
     request_seconds: Annotated[float, RESUMABLE] = Field(600.0, gt=0, le=SECONDS)
     """Longest wait for one answer; then it is asked for again, elsewhere if possible."""
     retries: int = Field(3, ge=0, le=ROWS)

@@ -85,6 +85,15 @@ def test_a_request_says_everything_that_changes_the_distribution():
     assert {"temperature", "top_p", "top_k", "min_p", "repetition_penalty"} <= set(sent[0])
     assert sent[0]["max_tokens"] == 8 and sent[0]["stop_token_ids"] == [STOP]
     assert sent[0]["seed"] != sent[1]["seed"]
+    assert sent[0]["detokenize"] is False
+
+
+def test_a_server_makes_text_where_strings_end_an_answer():
+    fake = FakeVllm()
+    with opened([fake]) as (engine, *_):
+        ask(engine, sampling=DRAW.model_copy(update={"stop": ["x"]}))
+    (params,) = [body["sampling_params"] for body in fake.asked]
+    assert params["stop"] == ["x"] and "detokenize" not in params
 
 
 def test_work_is_shared_and_bounded():
