@@ -98,12 +98,12 @@ def decode(raw: bytes) -> str:
     return text
 
 
-def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
+def parse_json(text: str | bytes, *, strict: bool = False, unique: bool = False) -> Any:
     """Return the value of a JSON text; ValueError with a reason of one line.
 
-    It is Unfit where a value is nested deeper than DEPTH, a text has half a surrogate pair, which
-    nothing can encode, or a whole number has more than 4,300 digits. strict refuses keys that stand
-    twice in one table, NaN and Infinity as well.
+    It is InvalidValue where a value is nested deeper than DEPTH, a text has half a surrogate pair,
+    which nothing can encode, or a whole number has more than 4,300 digits. unique refuses keys that
+    stand twice in one table, and strict NaN and Infinity as well.
     """
     if isinstance(text, bytes):
         try:
@@ -114,11 +114,13 @@ def parse_json(text: str | bytes, *, strict: bool = False) -> Any:
         if strict:
             value = json.loads(text, object_pairs_hook=_Once(text), parse_constant=_no_constant)
         else:
-            value = json.loads(text)
+            value = json.loads(text, object_pairs_hook=_Once(text) if unique else None)
     except RecursionError:
         raise InvalidValue(f"nested deeper than {DEPTH} levels") from None
     except json.JSONDecodeError as error:
         raise ValueError(f"{error.msg} (line {error.lineno}, column {error.colno})") from None
+    except InvalidValue:
+        raise
     except ValueError as error:
         kind = InvalidValue if "digits" in str(error) else ValueError
         raise kind(str(error).partition(";")[0][:200]) from None
@@ -182,6 +184,5 @@ class _Once:
             str(self.text.count("\n", 0, occurrence.start()) + 1)
             for occurrence, _ in zip(occurrences, range(5), strict=False)
         ]
-        raise ValueError(
-            f"the key {show(key)} stands twice in one table (lines {', '.join(lines)})"
-        )
+        where = f" (lines {', '.join(lines)})" if "\n" in self.text.strip() else ""
+        raise InvalidValue(f"the key {show(key)} stands twice in one table{where}")

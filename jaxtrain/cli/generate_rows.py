@@ -92,10 +92,10 @@ def read_lines(path: Path) -> list[tuple[dict[str, Any], str]]:
 def parse_line(line: str, origin: str) -> tuple[dict[str, Any], str]:
     """Return (row, origin) of a line of JSON; a list stands for its prompt_ids."""
     try:
-        row = parse_json(line)
+        row = parse_json(line, unique=True)
     except ValueError as error:
         raise UserError(f"{origin} is not valid JSON: {error}") from None
-    if isinstance(row, list):
+    if isinstance(row, list) and all(type(token) is int for token in row):
         row = {"prompt_ids": row}
     if not isinstance(row, dict):
         raise UserError(f"{origin} must be an object with prompt, messages or prompt_ids")
@@ -173,6 +173,8 @@ def read_request(
         raise UserError(error.describe(origin)) from None
     if prompt is None and any(name in columns.columns for name in PROMPTS):
         raise UserError(f"{origin}: its prompt is empty")
+    if prompt is None and "prompt_ids" in row:
+        raise UserError(f"{origin}: token ids are continued with --ids")
     if prompt is None:
         raise UserError(
             f"{origin}: needs messages (a list of role and content) or prompt (a text); found keys"

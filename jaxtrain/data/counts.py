@@ -111,7 +111,8 @@ def list_drops(counts: Mapping[str, int]) -> str:
     firsts = getattr(counts, "firsts", {})
     shown = []
     for reason, number in drops[:SHOWN_REASONS]:
-        first = firsts.get(reason) if reason.startswith("malformed") else None
+        named = reason.startswith(("malformed", "chat template"))
+        first = firsts.get(reason) if named else None
         shown.append(f"{number:,} x {reason}" + (f" (first: {first})" if first else ""))
     rest = sum(number for _, number in drops[SHOWN_REASONS:])
     return ", ".join(shown + ([f"{rest:,} for other reasons"] if rest else []))

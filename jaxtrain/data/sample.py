@@ -4,8 +4,9 @@ Beside its samples a row has notes, which are counted: examples that were droppe
 keys that nothing has read.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -103,6 +104,29 @@ def to_trees(
 def note_unread(names: Iterable[str], origin: str) -> list[Unread]:
     """Return a note for each column and key that was not read."""
     return [Unread(name, origin) for name in names]
+
+
+def select_turns(
+    messages: Sequence[Mapping[str, Any]],
+    mode: str,
+    first: int = 0,
+    roles: Sequence[str] = ("assistant",),
+) -> list[int]:
+    """Return the indices of the messages that train under `train_on`; a message whose own flag is
+    false never does.
+
+    mode "all" selects the messages whose flag is false, in which nothing trains. first: messages
+    before it are context, except under "per_message". roles: whose turns "assistant" and "last"
+    mean.
+    """
+    flags = [message.get("train") for message in messages]
+    if mode == "all":
+        return [index for index, flag in enumerate(flags) if flag is False]
+    if mode == "per_message":
+        return [index for index, flag in enumerate(flags) if flag is True]
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] in roles]
+    turns = turns[-1:] if mode == "last" else turns
+    return [index for index in turns if flags[index] is not False]
 
 
 def trains(tree: Tree | Forest) -> bool:

@@ -63,7 +63,10 @@ def refuse(dataset):
         ({"messages": [ASK, {**SAY, "content": "\ud800"}]}, "half a surrogate pair"),
         ({"messages": [ASK, {**SAY, "\ud800": 1}]}, "half a surrogate pair"),
         ({"messages": [{**ASK, "role": ["user"]}, SAY]}, "a role is a list"),
-        ({"messages": [{**ASK, "role": None}, SAY]}, "a role is null"),
+        (
+            {"messages": [{**ASK, "role": None}, SAY]},
+            "a message without role (its keys: 'content', 'role')",
+        ),
         ({"messages": [{**ASK, "role": {}}, SAY]}, "a role is a table"),
         ({"messages": [{**ASK, "content": 5}, SAY]}, "content is a number"),
         ({"messages": [{**ASK, "content": [{"type": "image"}]}, SAY]}, "only text content"),

@@ -19,6 +19,7 @@ from jaxtrain.errors import UserError
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("JAXTRAIN_TEST_DATA", ROOT.parent / "shared" / "data"))
 HEADER = "<|im_start|>assistant\n"
+UNKNOWN = "malformed row: unknown role 'wizard'; known are system, developer, user, assistant, tool"
 
 
 def tokenize(tokenizer, row, length=512, too_long="drop", **dataset):
@@ -280,7 +281,7 @@ def calling(call):
         ({"messages": "hello"}, None),
         ({"messages": []}, "list"),
         ({"messages": ["hello"]}, "a message is a text"),
-        ({"messages": [{"content": "a"}]}, "a role is null"),
+        ({"messages": [{"content": "a"}]}, "a message without role (its keys: 'content')"),
         ({"messages": [log("wizard", "a")]}, "unknown role 'wizard'"),
         ({"messages": [log("user", 5)]}, "content is a number"),
         ({"messages": [log("user", [{"type": "image"}])]}, "only text"),
@@ -290,7 +291,7 @@ def calling(call):
         ({"messages": TALK, "tools": {"a": 1}}, "tools must be a list"),
         ({"messages": None}, "column messages is missing"),
         ({"prompt": "a", "completion": None}, "column completion is missing or empty"),
-        ({"prompt": 1, "completion": "a"}, "messages must be a list"),
+        ({"prompt": 1, "completion": "a"}, "column prompt holds a number, not a text or"),
         ({"instruction": "a", "output": 3}, "column output holds a number"),
         ({"segments": [{"text": "a"}]}, "a segment must"),
         ({"segments": "abc"}, "segments must be a list"),
@@ -308,7 +309,7 @@ def test_malformed_rows(tokenizer, row, reason):
 
 def test_malformed_message_is_placed(tokenizer):
     [dropped] = tokenize(tokenizer, {"messages": [*TALK, log("wizard", "a")]})
-    assert dropped == Dropped("malformed row: unknown role 'wizard'", "x row 1, message 5")
+    assert dropped == Dropped(UNKNOWN, "x row 1, message 5")
 
 
 def test_empty_keys_of_a_table_do_not_matter(tokenizer):
@@ -403,7 +404,7 @@ def test_probe_lets_some_bad_rows_pass(tmp_path, tokenizer):
     actual = probe_samples(
         DatasetConfig(path=write(tmp_path / "a.jsonl", rows)), tokenizer, DataConfig()
     )
-    assert actual.dropped == {"malformed row: unknown role 'wizard'": 8}
+    assert actual.dropped == {UNKNOWN: 8}
 
 
 def test_probe_refuses_a_template_that_leaves_out_a_part(tmp_path):

@@ -262,6 +262,21 @@ def test_a_prompt_and_messages_that_ask_different_things():
         read_prompt(Row({**row, "prompt": "other"}))
 
 
+def test_a_key_that_stands_twice_is_refused(tmp_path):
+    """JSON readers take the last one, so that a value is lost."""
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"text": "a", "text": "b"}\n{"text": "c", "more": {"k": 1, "k": 1}}\n')
+    reasons = [row.reason for row in open_rows(DatasetConfig(path=str(path)))]
+    assert reasons == [f"the key {key!r} stands twice in one table" for key in ("text", "k")]
+    array = tmp_path / "rows.json"
+    array.write_text('[{"text": "a",\n "text": "b"}]')
+    with pytest.raises(UserError, match=r"the key 'text' stands twice in one table \(lines 1, 2\)"):
+        open_rows(DatasetConfig(path=str(array)))
+    call = '{"name": "add", "arguments": {"a": 1, "a": 2}}'
+    with pytest.raises(MalformedRow, match="the key 'a' stands twice"):
+        read_messages([ASK, {"role": "function_call", "content": call}])
+
+
 def test_a_replaced_parquet_file_gives_its_new_rows(tmp_path):
     path = tmp_path / "rows.parquet"
     for text in ("old", "new"):

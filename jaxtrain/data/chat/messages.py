@@ -165,7 +165,7 @@ class MessageReader:
         used: set[str] = set()
         role = self._pick(item, "role", used, self._role) or self.speaker
         if not role:
-            raise MalformedRow("a role is null, not a text")
+            raise MalformedRow(f"a message without role (its keys: {_list_keys(item)})")
         text = self._pick(item, "content", used, self._content)
         content, part_thought = text or ("", "")
         thought = self._pick(item, "reasoning_content", used, read_thought) or ""
@@ -175,7 +175,8 @@ class MessageReader:
         if role == "function_call":
             role, content, calls = "assistant", "", self._calls("function_call", content)
         elif role not in ACCEPTED:
-            raise MalformedRow(f"unknown role {show(role, 40)}")
+            known = ", ".join(ACCEPTED)
+            raise MalformedRow(f"unknown role {show(role, 40)}; known are {known}")
         message: Message = {"role": role, "content": content}
         if thought or part_thought:
             message["reasoning_content"] = thought or part_thought
@@ -196,8 +197,7 @@ class MessageReader:
         refuse(ignored, "message key")
         speaks = text is not None or thought or calls or (role == "tool" and not ignored)
         if not speaks and not self.lenient:
-            keys = ", ".join(show(key, 40) for key in sorted(map(str, item))[:8])
-            raise MalformedRow(f"a message without content (its keys: {keys})")
+            raise MalformedRow(f"a message without content (its keys: {_list_keys(item)})")
         self.unread.update(f"message key {show(key, 60)}" for key in ignored)
         return message
 
@@ -310,6 +310,10 @@ class MessageReader:
         self.unread.update(f"{kind} {show(key, 60)}" for key in ignored)
 
 
+def _list_keys(item: Mapping[str, Any]) -> str:
+    return ", ".join(show(key, 40) for key in sorted(map(str, item))[:8])
+
+
 def pick(
     entry: Mapping[str, Any],
     names: Sequence[str],
@@ -385,26 +389,6 @@ def _identifier(key: str, value: Any) -> str | int:
     if not isinstance(value, str | int):
         raise MalformedRow(f"{key} is {name_type(value)}, not a text")
     return value
-
-
-def select_turns(
-    messages: Sequence[Message], mode: str, first: int = 0, roles: Sequence[str] = ("assistant",)
-) -> list[int]:
-    """Return the indices of the messages that train under `train_on`; a message whose own flag is
-    false never does.
-
-    mode "all" selects the messages whose flag is false, in which nothing trains. first: messages
-    before it are context, except under "per_message". roles: whose turns "assistant" and "last"
-    mean.
-    """
-    flags = [message.get("train") for message in messages]
-    if mode == "all":
-        return [index for index, flag in enumerate(flags) if flag is False]
-    if mode == "per_message":
-        return [index for index, flag in enumerate(flags) if flag is True]
-    turns = [i for i in range(first, len(messages)) if messages[i]["role"] in roles]
-    turns = turns[-1:] if mode == "last" else turns
-    return [index for index in turns if flags[index] is not False]
 
 
 def without_flags(messages: Sequence[Message]) -> list[Message]:
@@ -493,7 +477,7 @@ def check_values(value: Any, unchecked: Sequence[str] = ()) -> None:
 def read_json(text: str, name: str) -> Any:
     """Return the value of a JSON text in a row; MalformedRow names it."""
     try:
-        return parse_json(text)
+        return parse_json(text, unique=True)
     except InvalidValue as error:
         raise MalformedRow(f"{name}: {error}") from None
     except ValueError:

@@ -155,13 +155,20 @@ class Row:
         self._notes.add(text)
 
     def read_messages(
-        self, value: Any, speaker: str = "user", everywhere: bool = False
+        self, value: Any, speaker: str = "user", everywhere: bool = False, name: str = ""
     ) -> list[Message]:
         """Normalize messages of this row; a text is one of the speaker, and `everywhere` are texts
-        and messages without a role in a list."""
+        and messages without a role in a list. name: column in reasons of refusal."""
         if isinstance(value, str):
             value = [{"role": speaker, "content": value}]
-        return self._shape(self._normalize(value, speaker if everywhere else ""))
+        if name and not isinstance(value, list | tuple | Mapping):
+            raise MalformedRow(f"column {name} holds {name_type(value)}, not a text or messages")
+        try:
+            return self._shape(self._normalize(value, speaker if everywhere else ""))
+        except MalformedRow as error:
+            if name and error.location:
+                error.location = f"column {name}, {error.location}"
+            raise
 
     def messages(self, speaker: str = "") -> list[Message] | None:
         """Return the messages of a conversation, None without such a column. speaker: role of those
@@ -320,7 +327,7 @@ class Row:
         if isinstance(value, str):
             value = self.question(name)
         elif name not in MESSAGES:
-            value = self.read_messages(value)
+            value = self.read_messages(value, name=name)
         messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
         self.refuse_media()
         plain = complete = self.with_context(list(messages or ()))

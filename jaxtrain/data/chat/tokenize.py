@@ -18,7 +18,6 @@ from jaxtrain.data.chat.messages import (
     Message,
     check_values,
     pick,
-    select_turns,
     without_flags,
 )
 from jaxtrain.data.chat.rows import CONTEXT, IMAGES, Conversation, Row
@@ -34,7 +33,7 @@ from jaxtrain.data.formats import (
 )
 from jaxtrain.data.packing.prefixes import share_prefixes
 from jaxtrain.data.packing.tree import PlacedImages, Tree
-from jaxtrain.data.sample import Dropped, RowNote, Sample, note_unread, weigh_ends
+from jaxtrain.data.sample import Dropped, RowNote, Sample, note_unread, select_turns, weigh_ends
 from jaxtrain.errors import UserError
 from jaxtrain.text_safety import show
 
@@ -146,8 +145,8 @@ class RowTokenizer:
                 row.refuse_media()
                 check_values([prompt, completion])
                 return self._plain(prompt, completion, origin)
-            before = row.read_messages(prompt, "user")
-            after = row.read_messages(completion, "assistant")
+            before = row.read_messages(prompt, "user", name=question)
+            after = row.read_messages(completion, "assistant", name=answer)
             before, [after] = continue_turn(before, [after], self.dataset.train_on == "all")
             return self._chat(row, row.conversation(before + after, len(before)), origin)
         instruction, output = row.require_text("instruction"), row.require_text("output")

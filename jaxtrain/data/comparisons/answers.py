@@ -17,14 +17,14 @@ import numpy as np
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.chat import template
 from jaxtrain.data.chat.control_tokens import encoder_of
-from jaxtrain.data.chat.messages import MalformedRow, select_turns, without_flags
+from jaxtrain.data.chat.messages import MalformedRow, without_flags
 from jaxtrain.data.chat.rows import Conversation
 from jaxtrain.data.chat.tokenize import open_images
 from jaxtrain.data.comparisons.preference_row import NOTHING_SHARED, SAME, PreferenceRow
 from jaxtrain.data.comparisons.ranked import Ranked, RankedAnswer, RankedPair
 from jaxtrain.data.packing.prefixes import token_keys
 from jaxtrain.data.packing.tree import Image, PlacedImages
-from jaxtrain.data.sample import Dropped, weigh_ends
+from jaxtrain.data.sample import Dropped, select_turns, weigh_ends
 from jaxtrain.errors import UserError
 
 

@@ -122,6 +122,9 @@ def read_judged(
     kind = detect_kind(name for name, value in columns.columns.items() if value is not None)
     if kind is None:
         names = ", ".join(map(str, columns.columns)) or "none"
+        if detect_kind(columns.columns) is not None:
+            empty = ", ".join(k for k, value in columns.columns.items() if value is None)
+            raise MalformedRow(f"a column is null that a row of preferences needs (null: {empty})")
         raise MalformedRow(f"no known columns among {names}")
     return PreferenceRowReader(columns, dataset).read(kind)
 
@@ -140,7 +143,9 @@ class PreferenceRowReader:
     def _pairs(self) -> PreferenceRow:
         row = self.row
         present = [c for c in CHOSEN if all(row.columns.get(name) is not None for name in c)]
-        good, bad = (self._several(row.get(*names)) for names in zip(*present, strict=True))
+        good, bad = (
+            self._several(row.get(*names), names[0]) for names in zip(*present, strict=True)
+        )
         pairs = [(i, len(good) + j) for i in range(len(good)) for j in range(len(bad))]
         _check_number(len(good) + len(bad))
         margins = self._margins(len(pairs))
@@ -158,9 +163,10 @@ class PreferenceRowReader:
             ends = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
             if not ends or not ends[-1]:
                 raise MalformedRow("messages with a label do not end in an answer")
-            before, answer = messages[: ends[-1]], messages[ends[-1] :]
-            return replace(self._join(before, [answer]), labels=(label,))
-        return replace(self._join(self._prompt(), [self._answer(completion)]), labels=(label,))
+            before, turns = messages[: ends[-1]], messages[ends[-1] :]
+            return replace(self._join(before, [turns]), labels=(label,))
+        answer = self._answer(completion, ANSWERS[0])
+        return replace(self._join(self._prompt(), [answer]), labels=(label,))
 
     def _scores(self) -> PreferenceRow:
         listed = self.row.get(*MANY)
@@ -178,12 +184,12 @@ class PreferenceRowReader:
                 )
                 if text is None:
                     raise MalformedRow(f"a completion has none of {', '.join(OWN_TEXT)}")
-                answers.append(self._answer(text))
+                answers.append(self._answer(text, "completions"))
                 self._note_entry(completion)
                 if scores[number] is None:
                     scores[number] = _own_score(completion)
             else:
-                answers.append(self._answer(completion))
+                answers.append(self._answer(completion, "completions"))
         if all(score is None for score in scores):
             raise MalformedRow("completions without scores or ranks")
         pairs, left_out = rank_pairs(scores, self.dataset.pairing)
@@ -233,7 +239,7 @@ class PreferenceRowReader:
         if name in MESSAGES and not isinstance(row.columns[name], str):
             return self._leave_out_answers(name, row.messages() or [])
         if not isinstance(row.columns[name], str):
-            return self._leave_out_answers(name, row.read_messages(row.get(name)))
+            return self._leave_out_answers(name, row.read_messages(row.get(name), name=name))
         value = row.question(name) if name in row else row.get(name)
         if BEGINS.match(value) and value.rstrip().endswith("\n\nAssistant:"):
             return parse_talk(value.rstrip())[:-1]
@@ -296,17 +302,17 @@ class PreferenceRowReader:
             images={} if row.images is None else row.images.by_marker,
         )
 
-    def _several(self, value: Any) -> list[Text]:
+    def _several(self, value: Any, name: str) -> list[Text]:
         """Return the answers of a column, which holds an answer or a list of them."""
         if isinstance(value, list | tuple) and value and not isinstance(value[0], Mapping):
-            return [self._answer(entry) for entry in value]
-        return [self._answer(value)]
+            return [self._answer(entry, name) for entry in value]
+        return [self._answer(value, name)]
 
-    def _answer(self, value: Any) -> Text:
+    def _answer(self, value: Any, name: str) -> Text:
         if isinstance(value, str):
             check_values(value)
             return value
-        return self.row.read_messages(value)
+        return self.row.read_messages(value, name=name)
 
     def _note_entry(self, entry: Mapping[str, Any]) -> None:
         """Report keys of an entry of completions that are not read."""

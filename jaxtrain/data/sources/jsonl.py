@@ -80,7 +80,7 @@ class JsonRows:
         self.path = str(path)
         check_size(self.path, "as JSON lines, one object a line, it is read row by row")
         try:
-            content = parse_json(read_bytes(path, MAX_FILE))
+            content = parse_json(read_bytes(path, MAX_FILE), unique=True)
         except ValueError as error:
             raise UserError(f"{self.path} is not valid JSON: {error}") from error
         if isinstance(content, dict):
@@ -153,7 +153,7 @@ def parse_line(line: bytes, path: str, number: int) -> dict[str, Any]:
     Raises UserError with file and line for anything but a JSON object.
     """
     try:
-        row = parse_json(line)
+        row = parse_json(line, unique=True)
     except InvalidValue as error:
         return UnreadableRow(str(error))
     except ValueError as error:

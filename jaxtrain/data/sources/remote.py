@@ -220,7 +220,7 @@ class TarRows:
                 data = file.read(size)
                 try:
                     text = data.decode()
-                    value = parse_json(text) if suffix == "json" else text
+                    value = parse_json(text, unique=True) if suffix == "json" else text
                 except ValueError:
                     if suffix in ("json", "txt"):
                         return UnreadableRow(f"a damaged {suffix}")

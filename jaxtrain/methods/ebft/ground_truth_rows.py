@@ -15,8 +15,9 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal, NamedTuple
 
-from jaxtrain.data.chat.messages import MalformedRow, select_turns, split_thinking, without_flags
+from jaxtrain.data.chat.messages import MalformedRow, split_thinking, without_flags
 from jaxtrain.data.chat.rows import Row
+from jaxtrain.data.sample import select_turns
 
 Turns = Literal["first", "last", "all"]
 Thinking = Literal["keep", "split", "answer_only"]
