@@ -41,7 +41,8 @@ UNASKED = {
     *("FlintForCausalLM", "GPTNeoXForCausalLM", "GemmaForCausalLM", "GlmForCausalLM"),
     *("GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "HYV3ForCausalLM", "HeliumForCausalLM"),
     *("HyperCLOVAXForCausalLM", "Jais2ForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM"),
-    *("CodeGenForCausalLM", "GPTJForCausalLM", "PhiForCausalLM"),
+    *("CodeGenForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM"),
+    *("GPTNeoForCausalLM", "OPTForCausalLM", "PhiForCausalLM"),
     *("MellumForCausalLM", "MiniCPM3ForCausalLM", "MinistralForCausalLM", "NanoChatForCausalLM"),
     *(
         "NemotronForCausalLM",

@@ -65,7 +65,9 @@ def find_tensors(config: DecoderConfig) -> dict[str, TensorPart]:
         elif not isinstance(leaf, TensorRef):
             part = _find_rows(leaf, outputs) if _is_transposed(op) else None
             if part is None:
-                raise UserError(f'{_refused(config, path)}; set it to "nf4"')
+                reason = ", whose tensor has its inputs before its outputs"
+                reason = reason if config.inputs_first else ""
+                raise UserError(f'{_refused(config, path)}{reason}; set it to "nf4"')
             parts_by_path[path] = part
     return {path: part for path, part in parts_by_path.items() if not part.is_whole}
 

@@ -20,7 +20,15 @@ from jaxtrain.adapters.fused import TensorScales, find_tensors
 from jaxtrain.adapters.nf4 import round_trip_with_absmax
 from jaxtrain.adapters.peft import find_pairs
 from jaxtrain.adapters.peft_experts import innermost
-from jaxtrain.adapters.peft_folder import BELOW, PREFIX, ROWS, SUFFIX, PeftFolder, open_peft
+from jaxtrain.adapters.peft_folder import (
+    BELOW,
+    PREFIX,
+    ROWS,
+    SUFFIX,
+    PeftFolder,
+    check_orientation,
+    open_peft,
+)
 from jaxtrain.adapters.spec import LoRASpec, find_adaptable
 from jaxtrain.adapters.storage import find_stored, round_trip, store_kernels
 from jaxtrain.errors import UserError
@@ -54,15 +62,20 @@ class Correction:
     """None: the adapter holds the whole tensor."""
 
     def apply(self, base: np.ndarray, index: int | None) -> np.ndarray:
-        """Return the merged tensor [out, in] in float32."""
+        """Return the merged tensor [out, in] in float32; [in, out] if the base has it so."""
         if self.slot is None:
             return fetch(self.peft, self.tensor)
+        if self.peft.inputs_first:
+            return self._merge(base.T, self.slot).T
+        return self._merge(base, self.slot)
+
+    def _merge(self, base: np.ndarray, slot: LoRASpec) -> np.ndarray:
         module = self.tensor.removesuffix(".weight")
         down = fetch(self.peft, f"{module}.{SUFFIX['a']}").astype(np.float32)
         up = fetch(self.peft, f"{module}.{SUFFIX['b']}").astype(np.float32)
         merged = base.astype(np.float32)
-        merged += np.float32(self.slot.scale) * (up @ down)
-        if self.slot.dora:
+        merged += np.float32(slot.scale) * (up @ down)
+        if slot.dora:
             magnitude = fetch(self.peft, f"{module}.{SUFFIX['magnitude']}").astype(np.float32)
             # numpy sums float32 rows pairwise: exact enough for rows of any length.
             merged *= (magnitude / np.sqrt(np.square(merged).sum(1)))[:, None]
@@ -230,7 +243,7 @@ def merge_adapter(
     unties = tied is not None and changes_one(peft, tied)
     copies = {HEAD: tied} if tied and unties and HEAD not in files.tensors else {}
     files.tensors |= {name: files.tensors[source] for name, source in copies.items()}
-    needs_config = quantize != "none" or peft.targets
+    needs_config = quantize != "none" or peft.targets or peft.inputs_first
     config = families.read_config(base, family) if needs_config else None
     corrections = find_corrections(files, peft, config)
     if tied in corrections and not unties and HEAD in files.tensors:
@@ -349,13 +362,18 @@ def find_corrections(
     config: the base's, needed if the adapter has pairs for all experts of a layer."""
     corrections: dict[str, Any] = {}
     problems: list[str] = []
+    check_orientation(peft, config)
     for module, slot in peft.modules().items():
         name = f"{module}.weight"
         down, up = (peft.files.tensors[f"{PREFIX}{module}.{SUFFIX[p]}"].shape for p in "ab")
         if up[1] != down[0]:
             problems.append(f"{name}: the adapter is {up} x {down}")
         elif check_base_tensor(
-            files, name, (up[0], down[1]), problems, f"the adapter is {up} x {down}"
+            files,
+            name,
+            (up[0], down[1])[:: -1 if peft.inputs_first else 1],
+            problems,
+            f"the adapter is {up} x {down}",
         ):
             corrections[name] = Correction(peft, name, slot)
     if config is not None and peft.targets:

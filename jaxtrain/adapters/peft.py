@@ -41,6 +41,7 @@ from jaxtrain.adapters.peft_folder import (
     TOWER,
     WEIGHTS,
     PeftFolder,
+    check_orientation,
     lies_beside,
     module_in_memory,
     open_peft,
@@ -110,7 +111,7 @@ def adapter_entries(
         if ".experts." in path and not isinstance(getattr(kernel, "ops", [None])[0], StackedOps):
             raise _without_form(innermost(kernel))
         for name in SUFFIX if slot.dora else ("a", "b"):
-            op = _adapted(kernel, name, selections.get(path))
+            op = _adapted(_outputs_first(kernel), name, selections.get(path))
             entries.append(ParameterEntry(f"{path}.adapter.{name}", op))
     for path in adapter.rows:
         table = base[f"{path}.embedding"]
@@ -261,6 +262,7 @@ def write_gathered(
             modules = modules or [".".join(name.split(".")[-2:])]
             targets[path] = [f"{module}.weight" for module in modules]
     raw = describe_adapter(linears, join_slots(config, adapter), base_name, targets)
+    raw["fan_in_fan_out"] = config.inputs_first
     # PEFT renames tensors as transformers does, but not the modules to put pairs at. Only models
     # with a tensor for each expert need an expression, and none of their names differs.
     if isinstance(raw["target_modules"], list):
@@ -313,6 +315,7 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
     """Describe an existing adapter of a model. Raises UserError if it does not fit."""
     linears = find_adaptable(config)
     peft = open_peft(folder).called_as(module_names(linears))
+    check_orientation(peft, config)
     modules, slots = peft.modules(), {}
     wrapped, targets, unmatched = find_pairs(peft, config, linears)
     unmatched |= set(modules)
@@ -427,6 +430,16 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
         params[param] = value
     check.close()
     return params
+
+
+def _outputs_first(op: TensorOp) -> TensorOp:
+    """The op of a kernel as if its tensors had outputs before inputs, as PEFT's factors have even
+    beside GPT-2's, which have not."""
+    if isinstance(op, StackedOps):
+        return StackedOps(tuple(map(_outputs_first, op.ops)))
+    if isinstance(op, Transpose):
+        return op
+    return Transpose(dataclasses.replace(op, axis=0) if isinstance(op, PermutedRows) else op)
 
 
 def _adapted(op: TensorOp, name: str, selection: PairSelection | None) -> TensorOp:

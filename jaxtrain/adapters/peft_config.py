@@ -232,7 +232,6 @@ def describe_adapter(
         "use_dora": common.dora,
         "lora_dropout": adapter.dropout,
         "bias": "none",
-        "fan_in_fan_out": False,
         "init_lora_weights": True,
         "inference_mode": True,
     }

@@ -17,6 +17,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import shorten, spell
 from jaxtrain.huggingface.ops import full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
+from jaxtrain.models.decoder_config import DecoderConfig
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
@@ -42,7 +43,7 @@ SAYS_NOTHING = {
     *("r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "use_dora"),
     *("target_modules", "target_parameters", "exclude_modules"),
     *("modules_to_save", "ensure_weight_tying", "trainable_token_indices"),
-    *("layers_pattern", "layers_to_transform"),
+    *("layers_pattern", "layers_to_transform", "fan_in_fan_out"),
 }
 """Keys of adapter_config.json that are read here, or that the tensors themselves tell."""
 RENAMED = (("backbone.", "model."), ("language_model.model.", "model.language_model."))
@@ -68,6 +69,11 @@ class PeftFolder:
     @property
     def dora(self) -> bool:
         return bool(self.config.get("use_dora"))
+
+    @property
+    def inputs_first(self) -> bool:
+        """True if the base has its matrices as [in, out]."""
+        return bool(self.config.get("fan_in_fan_out"))
 
     @property
     def targets(self) -> list[str]:
@@ -204,6 +210,16 @@ class PeftFolder:
                 )
             rows_of[module] = tuple(ids)
         return rows_of
+
+
+def check_orientation(peft: PeftFolder, config: DecoderConfig | None) -> None:
+    """Raise UserError if an adapter says of other matrices than the base's that their inputs come
+    first. config: the base's; None: unknown, which no such adapter may be."""
+    if peft.inputs_first and not (config and config.inputs_first):
+        raise UserError(
+            f"{peft.path / CONFIG}: fan_in_fan_out=True is for bases that hold matrices as [in,"
+            " out], such as GPT-2; the base is none of them"
+        )
 
 
 def open_peft(folder: str | os.PathLike) -> PeftFolder:

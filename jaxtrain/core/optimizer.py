@@ -355,8 +355,9 @@ def is_vector(path: str) -> bool:
 
 
 def is_embedding(path: str) -> bool:
-    """Return whether a parameter is a token embedding or an output head of any kind."""
-    return any(part in ("embed", "head", "lm_head", "score") for part in path.split("."))
+    """Return whether a parameter is an embedding or an output head of any kind."""
+    tables = ("embed", "head", "lm_head", "position_embed", "score")
+    return any(part in tables for part in path.split("."))
 
 
 RATES: dict[str, tuple[Callable[[str], bool], str]] = {

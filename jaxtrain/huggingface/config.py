@@ -247,8 +247,8 @@ def thaw_rope(rope: tuple[tuple[str, Any], ...]) -> dict[str, Any]:
 def _freeze(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple(sorted((key, _freeze(v)) for key, v in value.items() if v is not None))
-    return tuple(value) if isinstance(value, list) else value
+    return tuple(map(_freeze, value)) if isinstance(value, list) else value
 
 
 def _thaw(value: Any) -> Any:
-    return list(value) if isinstance(value, tuple) else value
+    return list(map(_thaw, value)) if isinstance(value, tuple) else value

@@ -220,6 +220,8 @@ def name_plainly(tensors: Mapping[str, TensorLocation], folder: Path) -> dict[st
         named[plain] = stored
     if "model.model.embed_tokens.weight" in named:
         return {name.removeprefix("model."): stored for name, stored in named.items()}
+    if {"wte.weight", "ln_f.weight"} <= named.keys():  # GPT-2
+        return {f"transformer.{name}": stored for name, stored in named.items()}
     # A draft model has such names, too, and fc.weight.
     headless = {"embed_tokens.weight", "norm.weight"} <= named.keys() and "fc.weight" not in named
     if headless and not any(name.startswith("model.") for name in named):

@@ -221,6 +221,10 @@ class Decoder(EmbeddingAndHead, CachedStack):
         table = BiasedHead if config.head_bias else Embed
         self.lm_head = table(config.vocab_size, config.hidden_size, init=init) if has_head else None
         self.score = None if head is None else make_score(head, config.hidden_size, init)
+        first, width = config.first_position, config.hidden_size
+        rows = config.max_position_embeddings + (first or 0)
+        self.position_embed = None if first is None else Embed(rows, width, init=init)
+        self.first_position = first
         self.encodings = tuple(
             (name, tuple(frequency.tolist()), factor)
             for name, (frequency, factor) in config.encodings().items()
@@ -406,6 +410,8 @@ class Decoder(EmbeddingAndHead, CachedStack):
     ) -> tuple[jax.Array, StackInputs]:
         """Return (scaled embeddings [B, T, D], the stack's other inputs)."""
         x_BTD = scaled(self.embed(tokens_BT), self.embedding_scale)
+        if self.position_embed is not None:
+            x_BTD += self.position_embed(context.positions + self.first_position)
         if self.norms_embeddings:
             x_BTD = self._by_token(lambda norm, x_BTD: norm(x_BTD), self.norm, x_BTD)
         if rng_bits is not None and self.noise.alpha:

@@ -37,6 +37,8 @@ class DecoderConfig:
     """{last part of a module's name in folders: what transformers calls it once it is loaded}."""
     experts_swapped: ClassVar[bool] = False
     """True if PEFT takes the inputs of the parameters that hold all experts for their outputs."""
+    inputs_first: ClassVar[bool] = False
+    """True if folders hold the matrices of layers as [in, out] (GPT-2)."""
     newer: ClassVar[bool] = False
     """True if transformers 4 does not have the family: files have no rope_theta or rope_scaling."""
     norm: ClassVar[type[RMSNorm]] = RMSNorm
@@ -273,6 +275,11 @@ class DecoderConfig:
     @property
     def logit_softcap(self) -> float | None:
         """Soft cap c of logits, c tanh(logits / c); None: no cap."""
+        return None
+
+    @property
+    def first_position(self) -> int | None:
+        """Row of the first position in a table of learned positions; None: there is no table."""
         return None
 
     @property

@@ -1,5 +1,5 @@
-"""Shared parts of the families whose queries, keys and values are one matrix, key head by key head:
-GPT-NeoX, Persimmon, Falcon."""
+"""Shared parts of the families around GPT-2, and of those whose queries, keys and values are one
+matrix, key head by key head: GPT-NeoX, Persimmon, Falcon, GPTBigCode."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -8,9 +8,9 @@ from typing import Any, ClassVar, Self
 from jaxtrain.huggingface.config import hf_defaults
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.norm import LayerNorm, RMSNorm
-from jaxtrain.models.blocks import AttentionSpec
+from jaxtrain.models.blocks import AttentionSpec, spec_names
 from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.naming import linear_entries, row_names
+from jaxtrain.models.naming import linear_entries, rename_tensors, row_names
 
 PARTS = {"up": "dense_h_to_4h", "down": "dense_4h_to_h"}
 
@@ -58,3 +58,45 @@ class EqualHeadsConfig(DecoderConfig):
         raw = super().to_hf()
         del raw["num_key_value_heads"]
         return raw
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GPTConfig(EqualHeadsConfig):
+    """An EqualHeadsConfig with the attributes and tensors of GPT-2 and its successors."""
+
+    final_norm_name: ClassVar[str] = "ln_f"
+    renamed: ClassVar[Mapping[str, str]] = {
+        "hidden_act": "activation_function",
+        "hidden_size": "n_embd",
+        "intermediate_size": "n_inner",
+        "max_position_embeddings": "n_positions",
+        "num_attention_heads": "n_head",
+        "num_hidden_layers": "n_layer",
+        "rms_norm_eps": "layer_norm_epsilon",
+    }
+    prefix: ClassVar[str] = "transformer."
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        inner = cls.renamed.get("intermediate_size", "intermediate_size")
+        if raw.get(inner) is None:
+            name = cls.renamed.get("hidden_size", "hidden_size")
+            width = raw.get(name, raw.get("hidden_size", hf_defaults(cls.model_type)[name]))
+            raw = {**raw, inner: 4 * width if isinstance(width, int) else None}
+        return super().from_hf(raw)
+
+    def to_hf(self) -> dict[str, Any]:
+        raw = super().to_hf()
+        if self.intermediate_size == 4 * self.hidden_size:
+            raw[self.renamed.get("intermediate_size", "intermediate_size")] = None
+        return raw
+
+
+def gpt_names(config: GPTConfig) -> list[ParameterEntry]:
+    """Every parameter of a SpecDecoder of a GPTConfig and the tensors that it is made of."""
+
+    def rename(name: str) -> str:
+        name = name.replace("layers.", "h.", 1).replace(".self_attn.", ".attn.")
+        return name.replace("embed_tokens.", "wte.").replace("embed_positions.", "wpe.")
+
+    return rename_tensors(spec_names(config), rename)

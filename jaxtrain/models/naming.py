@@ -50,6 +50,9 @@ def outer_names(config: DecoderConfig, norm: str = "norm") -> list[ParameterEntr
             for part in config.norm.parameters
         ),
     ]
+    if config.first_position is not None:
+        table = TensorRef("model.embed_positions.weight")
+        entries.append(ParameterEntry("position_embed.embedding", table))
     entries += [ParameterEntry(path, TensorRef(path)) for path in score_paths(config)]
     if config.score is None and not config.tie_word_embeddings:
         entries.append(ParameterEntry("lm_head.embedding", TensorRef(TIED_COPY)))

@@ -36,7 +36,7 @@ from jaxtrain.models.parameters import split_model
 
 RAW = RAW | {name: {**SIZES, **GEMMA4[name]} for name in ("gemma4_moe", "gemma4_per_layer")}
 JOINT = ("falcon_groups", "lfm3", "gpt_neox", "apertus", "youtu", "granitemoe_swa", "olmo_hybrid")
-JOINT += ("phi", "gptj", "codegen")
+JOINT += ("phi", "gptj", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "opt")
 RAW |= {
     name: {key: value for key, value in {**SIZES, **ADDED[name]}.items() if value is not None}
     for name in JOINT
@@ -150,6 +150,7 @@ TOKENS = np.stack(documents(4, 30, 30))
         *(pytest.param(case, "qwen3", marks=pytest.mark.slow) for case in REPEATED),
         pytest.param("lora", "llama", marks=pytest.mark.thorough),
         pytest.param("lora", "falcon_groups", marks=pytest.mark.slow),
+        pytest.param("dora", "gpt2", marks=pytest.mark.thorough),
         *(pytest.param("lora", name, marks=pytest.mark.thorough) for name in JOINT[1:]),
         pytest.param("gates with another rank", "lfm3", marks=pytest.mark.thorough),
         *EXPERTS_IN_PEFT,
@@ -373,6 +374,8 @@ def test_round_trip_is_bit_identical(case, name, tmp_path):
         *(pytest.param(case, "qwen3", marks=pytest.mark.slow) for case in REPEATED),
         *EXPERTS,
         GEMMA[0],
+        pytest.param("lora", "gpt2", marks=pytest.mark.slow),
+        pytest.param("dora", "gpt2", marks=pytest.mark.thorough),
     ],
 )
 def test_merged_equals_unmerged(case, name, tmp_path):

@@ -26,7 +26,7 @@ LATENT = {
 }
 NEOX = {"layer_norm_eps": 1e-3, "num_key_value_heads": None}
 GPT = {
-    **{"layer_norm_epsilon": 1e-3, "rotary_dim": 8},
+    "layer_norm_epsilon": 1e-3,
     **dict.fromkeys(("intermediate_size", "num_key_value_heads")),
 }
 FALCON = {
@@ -180,9 +180,38 @@ FAMILIES = {
     },
     "phi": {"model_type": "phi", "layer_norm_eps": 1e-3, "num_key_value_heads": 2},
     "phi_norms": {"model_type": "phi", "layer_norm_eps": 1e-3, "qk_layernorm": True},
-    "gptj": {"model_type": "gptj", **GPT},
+    "gpt2": {"model_type": "gpt2", **GPT},
+    "gpt2_untied": {
+        "model_type": "gpt2",
+        **GPT,
+        "n_inner": 48,
+        "tie_word_embeddings": False,
+        "scale_attn_weights": False,
+    },
+    "gpt_bigcode": {"model_type": "gpt_bigcode", **GPT},
+    "gpt_bigcode_heads": {
+        "model_type": "gpt_bigcode",
+        **GPT,
+        "n_head": 4,
+        "num_attention_heads": None,
+        "multi_query": False,
+    },
+    "gpt_neo": {
+        "model_type": "gpt_neo",
+        **GPT,
+        "attention_types": [[["global", "local"], 1]],
+        "window_size": 7,
+    },
+    "opt": {
+        "model_type": "opt",
+        "ffn_dim": 48,
+        "pad_token_id": 0,
+        "init_std": 0.1,
+        **dict.fromkeys(("intermediate_size", "num_key_value_heads", "initializer_range")),
+    },
+    "gptj": {"model_type": "gptj", **GPT, "rotary_dim": 8},
     "gptj_half": {"model_type": "gptj", **GPT, "n_inner": 48, "rotary_dim": 4},
-    "codegen": {"model_type": "codegen", **GPT, "tie_word_embeddings": False},
+    "codegen": {"model_type": "codegen", **GPT, "rotary_dim": 8},
     "persimmon": {"model_type": "persimmon", **NEOX},
     "falcon": {**FALCON, "bias": True},
     "falcon_groups": {**FALCON, "new_decoder_architecture": True, "num_kv_heads": 2},
@@ -247,6 +276,7 @@ DEFAULT = {"lfm3", "falcon_groups"}
 CHOSEN = {"apertus", "exaone_moe", "nanochat", "phi", "youtu"}
 SHARDED = {
     "olmo_hybrid": [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}],
+    "gpt2": {"context": 2, "tensor": 2},
     "phi": {"fsdp": 2, "tensor": 2},
 }
 DECODED = {"llama4", "mimo_v2_flash", "olmo_hybrid"}

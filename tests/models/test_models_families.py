@@ -9,6 +9,7 @@ import copy
 import dataclasses
 import importlib
 import re
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +22,7 @@ import jax.numpy as jnp
 import torch
 import transformers
 from flax import nnx
-from safetensors.numpy import load_file
+from safetensors.numpy import load_file, save_file
 from tiny_models import SIZES, check_decoding, compute_logits, documents, pack
 from tiny_vision import VISION
 
@@ -156,7 +157,7 @@ def check_tensors(reference, config, params) -> None:
     try:
         parts = find_tensors(config)
     except UserError as reason:
-        assert config.model_type in ("gpt_oss", "llama4") and "inputs before" in str(reason)
+        assert config.model_type in ("gpt2", "gpt_oss", "llama4") and "inputs before" in str(reason)
         return
     expected = {within_layers(name): value for name, value in reference.named_parameters()}
     for path, part in parts.items():
@@ -288,6 +289,23 @@ def test_sharded_gradients_equal_one_device(name):
             for path, grad in grads.items():
                 error = np.abs(found_grads[path] - grad).max()
                 assert error <= 1e-9 * max(np.abs(grad).max(), 1e-6), (sizes, path)
+
+
+@pytest.mark.slow
+def test_folders_of_gpt2_have_no_head_and_masks(tmp_path):
+    reference = make_torch(FAMILIES["gpt2"])
+    reference.save_pretrained(tmp_path / "whole")
+    shutil.copytree(tmp_path / "whole", tmp_path / "bare")
+    tensors = {
+        name.removeprefix("transformer."): value
+        for name, value in read_flat(tmp_path / "whole").items()
+    }
+    tensors["h.0.attn.bias"] = np.ones((1, 1, 128, 128), np.float32)
+    save_file(tensors, tmp_path / "bare" / "model.safetensors")
+    whole, bare = (leaves(loading.load(tmp_path / name)) for name in ("whole", "bare"))
+    assert whole.keys() == bare.keys()
+    for path, value in whole.items():
+        np.testing.assert_array_equal(bare[path], value)
 
 
 @pytest.mark.slow
