@@ -129,9 +129,7 @@ def test_one_batch_draws_what_each_adapter_alone_draws(base):
     loaded = [NO_ADAPTER, *(held.load(*pair) for pair in adapters)]
     assert held.load(*adapters[0]) is None, "no slot is free"
     requests = [request(sampler, slot) for slot in loaded for _ in range(2)]
-    sampler.step()
-    assert sum(row is not None for row in sampler._running) == 8 or not sampler.busy
-    run(sampler)
+    assert len(sampler.step()) == 8, "one batch"
     for number, asked in enumerate(requests):
         check(asked.completion, alone[number // 2][0])
     for slot, (_, scores) in zip(loaded, alone, strict=True):
@@ -165,6 +163,11 @@ def test_a_slot_is_replaced_while_others_are_drawn_and_compiles_nothing(base):
     assert running.tokens == undisturbed.tokens and len(running.tokens) == 80
     check(drawn, draw_alone(base, *newer)[0])
     check(plain, open_sampler(base).generate([PROMPT], GREEDY)[0])
+    # A larger rank makes the slots grow, and what they hold stays.
+    larger = draw_adapter(base, 12, 9)
+    running, drawn, _ = draw(larger)
+    check(running, undisturbed)
+    check(drawn, draw_alone(base, *larger)[0])
 
 
 @pytest.mark.slow  # compiles samplers

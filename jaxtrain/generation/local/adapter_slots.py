@@ -53,7 +53,7 @@ class AdapterSlots:
         self.sampler, self.count = sampler, count
         self.model = sampler.model
         """The base with what the slots hold."""
-        self._free = list(range(count, 0, -1))
+        self._free = list(range(1, count + 1))
         self._numbers = itertools.count(1)
         self._base: Any = self.model
         self._nodes: dict[str, Any] = {}
@@ -85,7 +85,8 @@ class AdapterSlots:
         new = self._read_factors(adapter, trained)
         if new is None or not self._free:
             return None
-        index = self._free.pop()
+        # Removed once it is written: where memory runs out, the slot stays free.
+        index = self._free[0]
         with self.sampler.on_mesh():
             self._grow(new)
             padded = {path: pad_factors(new.get(path), all_) for path, all_ in self._slots.items()}
@@ -97,6 +98,7 @@ class AdapterSlots:
         }
         assert self._rebuild is not None, "the slots have grown"
         self.model = self._rebuild(parts)
+        self._free.remove(index)
         self.sampler.renew(self.model)
         return AdapterSlot(index, next(self._numbers))
 
@@ -108,7 +110,7 @@ class AdapterSlots:
         """Return the factors of an adapter by the paths of its Linears, as these use them; None if
         it has no form for a slot."""
         new: dict[str, Factors] = {}
-        if adapter.full or adapter.rows or not self._nodes:
+        if adapter.full or adapter.rows or not (adapter.slots and self._nodes):
             return None
         for path, spec in adapter.slots.items():
             names = self._find_linears(path, spec)
@@ -156,7 +158,7 @@ class AdapterSlots:
             return
         params, copy = split_model(self._base)
         model: Any = copy(params)
-        nodes = name_nodes(model)
+        nodes, slots = name_nodes(model), {}
         for path in {**self._slots, **new}:
             shape = new[path] if path in new else self._slots[path]
             D, F, dtype = shape.a.shape[0], shape.b.shape[-1], shape.a.dtype
@@ -166,9 +168,9 @@ class AdapterSlots:
             if path in self._slots:
                 for x, old in zip(grown, self._slots[path], strict=True):
                     x[tuple(map(slice, old.shape))] = np.asarray(old)
-            self._slots[path] = place_slots(grown)
-            nodes[path].adapter = SlottedLoRA(*self._slots[path])
-        rebuild = split_model(model)[1]
+            slots[path] = place_slots(grown)
+            nodes[path].adapter = SlottedLoRA(*slots[path])
+        self._slots, rebuild = slots, split_model(model)[1]
         self._rebuild = lambda parts: rebuild({**params, **parts})
 
 
