@@ -92,22 +92,25 @@ def run_generate(argv: list[str]) -> None:
 
 def generate_command(args: argparse.Namespace) -> None:
     """Run the verb; raises UserError for unusable input before any weight is loaded."""
-    if not args.servers:
-        from jaxtrain.distributed.mesh import start_devices
+    from jaxtrain.cli.processes import large_imports
 
-        start_devices()  # beside the imports below
-    from jaxtrain.cli.answer_file import AnswerFile
-    from jaxtrain.cli.generate_rows import (
-        leave_out_malformed,
-        list_rows,
-        read_request,
-        report_unread,
-    )
-    from jaxtrain.cli.play import ENV_KEYS
-    from jaxtrain.cli.prompt_images import holds_images, open_readers
-    from jaxtrain.distributed.compile_cache import CompileCounter
-    from jaxtrain.runs.progress import ProgressTicker
-    from jaxtrain.runs.run_files import require_writable
+    with large_imports():
+        if not args.servers:
+            from jaxtrain.distributed.mesh import start_devices
+
+            start_devices()  # beside the imports below
+        from jaxtrain.cli.answer_file import AnswerFile
+        from jaxtrain.cli.generate_rows import (
+            leave_out_malformed,
+            list_rows,
+            read_request,
+            report_unread,
+        )
+        from jaxtrain.cli.play import ENV_KEYS
+        from jaxtrain.cli.prompt_images import holds_images, open_readers
+        from jaxtrain.distributed.compile_cache import CompileCounter
+        from jaxtrain.runs.progress import ProgressTicker
+        from jaxtrain.runs.run_files import require_writable
 
     if args.env and (args.raw or args.system):
         raise UserError(

@@ -25,7 +25,6 @@ from jaxtrain.generation.acceptance import Acceptance
 from jaxtrain.generation.engine import Completion, EpisodeFailed
 from jaxtrain.generation.episode_engine import combine_engines, with_policies
 from jaxtrain.generation.episodes import Episode, as_game
-from jaxtrain.generation.frozen_policy import open_frozen
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.frozen_folder import open_folders
 from jaxtrain.generation.local.requests import Requests
@@ -70,6 +69,8 @@ class PlaySession:
     def __init__(self, config: Config, bundle: ModelBundle, samplers: Mapping[str, Requests]):
         """config: of read_sections. samplers: of the trained policies by name, "" of the only one.
         UserError where a frozen policy cannot be had."""
+        from jaxtrain.generation.frozen_policy import open_frozen  # imports an HTTP client
+
         self.config, self.parts, self.samplers = config, bundle, samplers
         self.folders = open_folders(config, bundle, list(bundle.mesh.devices.flat))
         self.frozen = open_frozen(config)

@@ -1,11 +1,29 @@
 """Shared by the verbs with a config: their options, and work on all processes of a run."""
 
 import argparse
+import contextlib
+import gc
 import os
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 
 from jaxtrain.arguments import Parser
 from jaxtrain.errors import RunStopped, UserError
+
+
+@contextlib.contextmanager
+def large_imports() -> Iterator[None]:
+    """Context of a verb's imports. The collector of cycles would go through all modules again and
+    again; it waits, and what is imported stays out of its later work."""
+    if "flax" in sys.modules or not gc.isenabled():  # imported before: a program's own objects
+        yield
+        return
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def settle_before_jax(config):

@@ -5,7 +5,13 @@ import json
 from pathlib import Path
 
 from jaxtrain.cli import write_usage
-from jaxtrain.cli.processes import config_parser, read_config, run_together, settle_before_jax
+from jaxtrain.cli.processes import (
+    config_parser,
+    large_imports,
+    read_config,
+    run_together,
+    settle_before_jax,
+)
 
 
 def run_train(argv: list[str]) -> int:
@@ -51,12 +57,14 @@ def train_together(args: argparse.Namespace, command: list[str]) -> int:
     """Train with whatever other processes there are."""
 
     def work(config) -> int:
-        from jaxtrain.core.loop import train
-        from jaxtrain.methods.registry import make_task
-
         open_answers, openable = None, config
-        if config.eval.sets:
-            from jaxtrain.generation.evaluation.answers import AnswerEvaluation as open_answers
+        with large_imports():
+            from jaxtrain.core.loop import train
+            from jaxtrain.methods.registry import find_method, make_task
+
+            if config.eval.sets:
+                from jaxtrain.generation.evaluation.answers import AnswerEvaluation as open_answers
+            find_method(config)
         folder = Path(config.run.output_dir) / "base"
         if folder.is_dir() and not config.run.overwrite:
             from jaxtrain.core.base_model import with_saved_base

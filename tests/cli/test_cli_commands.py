@@ -4,6 +4,8 @@ import importlib.util
 import json
 import os
 import shutil
+import subprocess
+import sys
 
 import jax
 import numpy as np
@@ -364,6 +366,25 @@ def test_a_run_in_a_folder_with_any_name(config, tmp_path, name, capsys):
     assert run("export", folder, "--output", folder / "again") == 0
     assert run("generate", folder / "again", "--prompt", "a", "sampling.max_new_tokens=1") == 0
     assert run("plot", folder) == 0
+
+
+IMPORTS = """
+import gc
+from jaxtrain.cli.processes import large_imports
+
+with large_imports():
+    print(gc.isenabled())
+print(gc.isenabled(), gc.get_freeze_count() > 0)
+"""
+
+
+def test_the_collector_waits_for_imports_and_leaves_what_they_bring():
+    command = [sys.executable, "-c", IMPORTS]
+    assert subprocess.run(command, capture_output=True, text=True).stdout.split() == [
+        "False",
+        "True",
+        "True",
+    ]
 
 
 @pytest.mark.parametrize(
