@@ -63,6 +63,8 @@ class Samplers:
         self._waiting: deque[tuple[int, str | None]] = deque()
         self._tickets, self._versions = itertools.count(), itertools.count(1)
         self._running = 0
+        self._unslotted: tuple[int, str | None] | None = None
+        """Ticket that waits for a slot; those behind it wait, or it might wait forever."""
         self._free = asyncio.Condition()
 
     def keep(self, path: str, kind: ModelKind, params: Any) -> None:
@@ -97,11 +99,14 @@ class Samplers:
                 while slotted and adapter is None:
                     adapter = await loop.run_in_executor(self.thread, self._load, path)
                     if adapter is None:  # requests are drawn with every slot
+                        self._unslotted = ticket
                         await self._free.wait()
                 self._running += 1
                 if adapter is not None:
                     adapter.users += 1
             finally:
+                if self._unslotted == ticket:
+                    self._unslotted = None
                 self._waiting.remove(ticket)
                 self._free.notify_all()
         try:
@@ -115,6 +120,8 @@ class Samplers:
                 self._free.notify_all()
 
     def _may_start(self, ticket: tuple[int, str | None]) -> bool:
+        if self._unslotted is not None:
+            return False
         if not self._running:
             return self._waiting[0] == ticket
         before = itertools.takewhile(lambda waiting: waiting != ticket, self._waiting)

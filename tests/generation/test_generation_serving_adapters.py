@@ -123,8 +123,18 @@ def test_answers_by_name_are_those_of_the_folder_alone(folders):
             for name, (tokens, logprobs) in alone.items():
                 assert answers[name][0] == tokens, name
                 np.testing.assert_allclose(answers[name][1], logprobs, atol=1e-5, err_msg=name)
+            check_likely(served)
             check_hang_ups(served, answers)
             check_loading(served, root, answers)
+
+
+def check_likely(served):
+    """The most probable tokens are those of the adapter that has drawn the answer."""
+    asked = {**GREEDY, "model": "one", "logprobs": 2}
+    (choice,) = served.post(COMPLETE, **asked)[1]["choices"]
+    logprobs = choice["logprobs"]
+    best = [max(top.values()) for top in logprobs["top_logprobs"]]
+    np.testing.assert_allclose(best, logprobs["token_logprobs"], atol=1e-4)
 
 
 def check_hang_ups(served, answers):

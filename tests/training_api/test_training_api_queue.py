@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 
+from jaxtrain.adapters.slotted import NO_ADAPTER
 from jaxtrain.environments.request_fields import RequestRefused
 from jaxtrain.errors import UserError
 from jaxtrain.generation.local.shared_base import MAX_LAYOUTS
@@ -438,6 +439,52 @@ def test_weights_are_set_again_after_a_client_that_hung_up_meanwhile(thread):
         return [await hold(path) for path in (None, "b", "b", None)]
 
     assert asyncio.run(run()) == ["base", "model of b", "model of b", "base"]
+
+
+def test_an_adapter_that_waits_for_a_slot_is_overtaken_by_none(thread):
+    engine = SimpleNamespace(sampler=SimpleNamespace(model="base"), use=lambda *weights: None)
+    samplers = Samplers(None, engine, thread)
+    samplers.slots = SimpleNamespace(
+        is_open=True, has_room=True, model="base", load=lambda *adapter: NO_ADAPTER
+    )
+    samplers.slots.free = lambda slot: setattr(samplers.slots, "has_room", True)
+    roles = SimpleNamespace(bundle=SimpleNamespace(adapter=None))
+    samplers._read = lambda path: (SimpleNamespace(roles=roles), None)
+    samplers._has_slot = lambda path: True
+    order, ends = [], {}
+
+    def load(path, load=samplers._load):
+        loaded = load(path)
+        samplers.slots.has_room = False
+        return loaded
+
+    samplers._load = load
+
+    async def hold(name):
+        async with samplers.turn(name[0]):
+            order.append(name)
+            await ends.setdefault(name, asyncio.Event()).wait()
+
+    async def run():
+        tasks = []
+        for name in ("a1", "a2", "b1", "a3"):
+            tasks.append(asyncio.ensure_future(hold(name)))
+            await asyncio.sleep(0.05)
+        assert order == ["a1", "a2"]
+        for name in ("a1", "a2", "b1"):
+            ends[name].set()
+            await asyncio.sleep(0.05)
+        assert order == ["a1", "a2", "b1", "a3"]
+        hung_up = asyncio.ensure_future(hold("c1"))
+        await asyncio.sleep(0.05)
+        hung_up.cancel()
+        tasks.append(asyncio.ensure_future(hold("a4")))
+        await asyncio.sleep(0.05)
+        assert order[-1] == "a4", "the slot's own adapter goes on once nobody waits"
+        ends["a3"].set(), ends["a4"].set()
+        await asyncio.gather(*tasks)
+
+    asyncio.run(run())
 
 
 def test_layouts_of_few_kinds_of_adapters_stay(thread, monkeypatch):
