@@ -98,12 +98,14 @@ def decode(raw: bytes) -> str:
     return text
 
 
-def parse_json(text: str | bytes, *, strict: bool = False, unique: bool = False) -> Any:
+def parse_json(
+    text: str | bytes, *, strict: bool = False, unique: bool = False, surrogates: bool = False
+) -> Any:
     """Return the value of a JSON text; ValueError with a reason of one line.
 
     It is InvalidValue where a value is nested deeper than DEPTH, a text has half a surrogate pair,
     which nothing can encode, or a whole number has more than 4,300 digits. unique refuses keys that
-    stand twice in one table, and strict NaN and Infinity as well.
+    stand twice in one table, and strict NaN and Infinity as well. surrogates takes half pairs.
     """
     if isinstance(text, bytes):
         try:
@@ -127,7 +129,8 @@ def parse_json(text: str | bytes, *, strict: bool = False, unique: bool = False)
     # Nearly all rows end here: a few brackets, no escaped surrogates.
     if text.count("{") + text.count("[") > DEPTH and too_deep(value):
         raise InvalidValue(f"nested deeper than {DEPTH} levels")
-    if (_ESCAPED_SURROGATE.search(text) or _SURROGATE.search(text)) and has_surrogates(value):
+    spelled = _ESCAPED_SURROGATE.search(text) or _SURROGATE.search(text)
+    if spelled and not surrogates and has_surrogates(value):
         raise InvalidValue("a text with half a surrogate pair")
     return value
 

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Callable, Mapping
 from typing import Any, NoReturn
 
-from jaxtrain.safe_io import DEPTH, has_surrogates, too_deep
+from jaxtrain.safe_io import has_surrogates, parse_json
 from jaxtrain.text_safety import name_type, show
 
 Note = Callable[[str], None]
@@ -216,13 +216,11 @@ def parse_body(raw: bytes, charset: str | None) -> dict[str, Any]:
     if not is_utf8:
         raise RequestRefused(415, f"Content-Type: charset {show(charset, 40)}; send UTF-8")
     try:
-        body = json.loads(raw.decode("utf-8-sig"))
-    except (ValueError, RecursionError):
-        refuse("the body is no valid JSON")
+        body = parse_json(raw, unique=True, surrogates=True)
+    except ValueError as error:
+        refuse(f"the body is no valid JSON: {error}")
     if not isinstance(body, dict):
         refuse(f"the body must be a JSON object, found {name_type(body)}")
-    if too_deep(body):
-        refuse(f"the body is nested deeper than {DEPTH} levels")
     if has_surrogates(body):
         body = json.loads(json.dumps(body, ensure_ascii=False).encode("utf-8", "replace"))
     return body

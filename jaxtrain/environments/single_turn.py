@@ -31,8 +31,8 @@ from jaxtrain.safe_io import UnreadableRow
 
 
 def read_row(row: Mapping[str, Any], column: str, images: Any = None) -> Prompt:
-    """Return a row's prompt, a text or messages (see Row.prompt); UserError without one,
-    UnusableRow for one that cannot be read. images: reader of its images; None refuses them."""
+    """Return a row's prompt, a text or messages (see Row.prompt); UnusableRow without one that can
+    be read. images: reader of its images; None refuses them."""
     if isinstance(row, UnreadableRow):
         raise UnusableRow(f"env: a row cannot be used: {row.reason}")
     try:
@@ -45,9 +45,10 @@ def read_row(row: Mapping[str, Any], column: str, images: Any = None) -> Prompt:
     if prompt is None and any(name in row for name in (column, *PROMPTS)):
         raise UnusableRow("env: a row cannot be used: its prompt is empty")
     if prompt is None:
-        raise UserError(
-            f"env: a row has no prompt; it needs {column!r} (a text or messages) or messages, found"
-            f" keys {', '.join(sorted(row)) or 'none'}; env.prompt_column names another column"
+        raise UnusableRow(
+            f"env: a row cannot be used: no prompt; it needs {column!r} (a text or messages) or"
+            f" messages, found keys {', '.join(sorted(row)) or 'none'}; env.prompt_column names"
+            " another column"
         )
     return prompt
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from jaxtrain.batch import join_routes
 from jaxtrain.data.chat.control_tokens import encoder_of, make_mark
-from jaxtrain.data.chat.omissions import Kwargs
+from jaxtrain.data.chat.omissions import Kwargs, write_thoughts_once
 from jaxtrain.data.chat.prompt import render_prompt
 from jaxtrain.data.chat.template import (
     encode,
@@ -108,7 +108,7 @@ class TurnTemplate:
         markers, in order.
         """
         # Messages of the environment are text, even if they spell control tokens.
-        copies = [dict(message) for message in messages]
+        copies = [dict(message) for message in write_thoughts_once(self.tokenizer, messages)]
         filled, tools, kwargs = self.encoder.protect((copies, tools, kwargs), self.spelled).value
         for index, number in drawn.items():  # after protecting: <think> may be a control token
             filled[index] = {**filled[index], "content": self.stand_in(number, turns[number])}

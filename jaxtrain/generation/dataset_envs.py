@@ -19,7 +19,7 @@ MAX_INSPECTED = 4096
 """Rows of a dataset that are checked with servers before a run."""
 MAX_MEASURED = 64
 """Prompts of a dataset whose lengths are checked before a run."""
-PREFIX = "env: a row cannot be used: "
+PREFIX = "env: a row cannot be used"
 """Beginning of what an environment says about a single row."""
 
 
@@ -141,7 +141,7 @@ def measure_prompts(rows: Any, env: Any, name: str, log: Callable[[str], None]) 
             try:
                 lengths.append(len(read(row)[1]))
             except UnusableRow as error:
-                reason = str(error).removeprefix(PREFIX)
+                reason = str(error).removeprefix(PREFIX).lstrip(":, ")
                 notes.append(Dropped(f"malformed row: {reason}", origin))
             except UserError as error:
                 problem = problem or error

@@ -63,7 +63,7 @@ class PromptRows:
         """Return a row, and the keys of its messages that nothing reads."""
         row = self.rows[index]
         if isinstance(row, UnreadableRow):
-            return UnreadableRow(row.reason, self.origin(index)), ()
+            return UnreadableRow(f"malformed row: {row.reason}", self.origin(index)), ()
         try:
             columns = Row(row, **self.dataset.reading)
             columns.images = open_row_images(self.images, self.origin(index))

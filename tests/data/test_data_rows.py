@@ -20,6 +20,7 @@ from jaxtrain.data.sample import Sample
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.environments.single_turn import SingleTurn
 from jaxtrain.errors import UnusableRow, UserError
+from jaxtrain.generation.dataset_envs import measure_prompts
 from jaxtrain.generation.prompts import PromptRows
 
 ASK = {"role": "user", "content": "hi"}
@@ -135,12 +136,24 @@ def test_a_name_that_the_template_leaves_out_is_reported_on_every_path(tokenizer
 
 
 @pytest.mark.parametrize("block", ["<think>\nB\n</think>\n\nA", "<think></think>A", "A"])
-def test_a_thought_in_both_places_is_written_once(block):
-    message = {"role": "assistant", "content": block, "reasoning_content": "B"}
-    [read_once] = read_messages([message])
-    assert read_once == {"role": "assistant", "content": "A", "reasoning_content": "B"}
+@pytest.mark.parametrize("reads", [True, False])
+def test_a_thought_in_both_places_is_written_once(tokenizer, block, reads):
+    """It stays where the template reads it, in turns that train and in prompts."""
+    answer = {"role": "assistant", "content": block, "reasoning_content": "B"}
+    if not reads:
+        tokenizer = load_tokenizer("builtin")
+        tokenizer.chat_template = tokenizer.chat_template.replace("reasoning_content", "nothing")
+    prompt, _ = read_rollout(tokenizer, {"prompt": [ASK, answer, ASK]})
+    texts, notes = read(tokenizer, {"messages": [ASK, answer]})
+    if not reads and "B" not in block:
+        assert notes == ["chat template leaves out reasoning_content"]
+        return
+    for text in (prompt, *texts):
+        assert text.count("A<|im_end|>") == 1 and text.count("<think>") == 1
+        assert text.count("B") == 1
+    assert not notes
     with pytest.raises(MalformedRow, match="reasoning_content and the thought in content differ"):
-        read_messages([{**message, "content": "<think>C</think>A"}])
+        read_messages([{**answer, "content": "<think>C</think>A"}])
 
 
 @pytest.mark.parametrize("answer", ["completion", "output"])
@@ -230,9 +243,18 @@ def test_a_begun_turn_is_continued_and_an_answer_of_messages_is_not(tokenizer):
 def test_an_empty_prompt_is_one_unusable_row(tokenizer, row):
     with pytest.raises(UnusableRow, match="its prompt is empty"):
         read_rollout(tokenizer, row)
-    with pytest.raises(UserError, match="a row has no prompt") as missing:
+    with pytest.raises(UnusableRow, match="no prompt; it needs 'prompt'"):
         read_rollout(tokenizer, {"id": 7})
-    assert not isinstance(missing.value, UnusableRow)  # no row has such a column
+
+
+def test_rows_of_a_mixed_file_are_counted_with_what_they_lack(tokenizer):
+    """One of them ended a run in its midst, without its name."""
+    kinds = [{"prompt": "a"}, {"text": "a"}, {"prompt": [{"text": "a"}]}, {"input": "a"}]
+    rows, lines = PromptRows(kinds, DatasetConfig(path="x"), "data"), []
+    assert len(measure_prompts(rows, SingleTurn(tokenizer), "x", lines.append)) == 2
+    assert "2 of 4 prompts looked at cannot be used" in lines[0]
+    assert "no prompt; it needs 'prompt'" in lines[0] and "(first: x row 2)" in lines[0]
+    assert "malformed row: column prompt, message 1: a message without role" in lines[0]
 
 
 def test_a_developer_message_is_a_system_message(tokenizer):

@@ -208,3 +208,17 @@ def test_content_codings():
         with pytest.raises(RequestRefused) as refused:
             decompress(raw, coding, 10**6)
         assert refused.value.status == status
+
+
+@pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b'{"stop": "a", "stop": "b"}', "the key 'stop' stands twice"),
+        ('{"a": "é"}'.encode("latin-1"), "not UTF-8 text: byte 0xe9"),
+        (b'{"a": }', r"Expecting value \(line 1, column 7\)"),
+        (b"[" * 5000, "nested deeper than 100 levels"),
+    ],
+)
+def test_a_body_that_is_no_json_is_refused_with_the_reason(body, reason):
+    with pytest.raises(RequestRefused, match=f"the body is no valid JSON: {reason}"):
+        parse_body(body, None)

@@ -191,8 +191,8 @@ class MessageReader:
             if detail[-1]["end_offset"] >= len(content):
                 raise MalformedRow("train_detail goes beyond the text")
             message["train_detail"] = detail
-        if "reasoning_content" in message:
-            self._drop_block(message)
+        if without_block(message) is None and not self.lenient:
+            raise MalformedRow("reasoning_content and the thought in content differ")
         ignored = [key for key in item if key not in used and not is_empty(item[key])]
         refuse(ignored, "message key")
         speaks = text is not None or thought or calls or (role == "tool" and not ignored)
@@ -200,17 +200,6 @@ class MessageReader:
             raise MalformedRow(f"a message without content (its keys: {_list_keys(item)})")
         self.unread.update(f"message key {show(key, 60)}" for key in ignored)
         return message
-
-    def _drop_block(self, message: Message) -> None:
-        """Remove the block at the beginning of a content that repeats its thought."""
-        if not message["content"].lstrip().startswith(tuple(opening for opening, _ in TAGS)):
-            return
-        thought = message["reasoning_content"]
-        split = split_thinking({**message, "reasoning_content": ""})
-        if split["reasoning_content"] in ("", thought.strip()):
-            message["content"] = split["content"]
-        elif not self.lenient:
-            raise MalformedRow("reasoning_content and the thought in content differ")
 
     def _pick(
         self, item: Mapping[str, Any], key: str, used: set[str], read: Callable[[str, Any], Any]
@@ -413,6 +402,19 @@ def split_thinking(message: Message) -> Message:
             rest = (text[: match.start()] + text[match.end() :]).strip()
             return {**message, "reasoning_content": match[1].strip(), "content": rest}
     return dict(message)
+
+
+def without_block(message: Message) -> Message | None:
+    """Return a message without the block at the beginning of its content that repeats its
+    reasoning_content; None if the block holds another thought."""
+    thought, content = message.get("reasoning_content"), message.get("content")
+    openings = tuple(opening for opening, _ in TAGS)
+    if not thought or not isinstance(content, str) or not content.lstrip().startswith(openings):
+        return message
+    split = split_thinking({**message, "reasoning_content": ""})
+    if split["reasoning_content"] not in ("", thought.strip()):
+        return None
+    return {**split, "reasoning_content": thought}
 
 
 def read_tools(value: Any, name: str = "tools") -> list[dict[str, Any]] | None:

@@ -12,6 +12,7 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+from jaxtrain.data.chat.messages import without_block
 from jaxtrain.huggingface.chat_template import TemplateFailed, render
 
 Kwargs = Mapping[str, Any] | None
@@ -68,9 +69,9 @@ def check_omissions(
         raise TemplateOmission(f"chat template leaves out {verdicts[shape]}")
 
 
-_NAMES: "weakref.WeakKeyDictionary[Any, dict[Any, bool]]" = weakref.WeakKeyDictionary()
-NAMED = ("user", "assistant", "user")
-"""Roles of the conversation in which a name is tried."""
+_READS: "weakref.WeakKeyDictionary[Any, dict[Any, bool]]" = weakref.WeakKeyDictionary()
+SPEAKERS = ("user", "assistant", "user", "assistant")
+"""Roles of the conversation in which a key of messages is tried."""
 
 
 def list_unwritten_names(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -78,31 +79,44 @@ def list_unwritten_names(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) 
 
     A tool's name repeats that of its call, so it is not looked at.
     """
-    template = getattr(tokenizer, "chat_template", None)
     roles = {message["role"] for message in messages if "name" in message} - {"tool"}
-    if not roles or not template:
+    if not getattr(tokenizer, "chat_template", None):
         return []
-    cache = _NAMES.setdefault(tokenizer, {})
-    for role in roles:
-        key = (template if isinstance(template, str) else repr(template), role)
-        if key not in cache:
-            cache[key] = _writes_name(tokenizer, role)
-        if not cache[key]:
-            return ["message key 'name'"]
-    return []
+    unwritten = any(not _writes_key(tokenizer, role, "name") for role in roles)
+    return ["message key 'name'"] if unwritten else []
 
 
-def _writes_name(tokenizer: Any, role: str) -> bool:
-    """Return True if the template writes the name of a message, or refuses it."""
-    roles = NAMED if role in NAMED else (role, *NAMED)
-    named = [
-        {"role": entry, "content": "c", **({"name": "zq0w"} if entry == role else {})}
-        for entry in roles
-    ]
-    try:
-        return "zq0w" in render(tokenizer, named, None, False, None)
-    except TemplateFailed:
-        return True
+def write_thoughts_once(
+    tokenizer: Any, messages: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """Return messages whose thoughts stand in one place: a thought that a content repeats at its
+    beginning stays in `reasoning_content` if the template writes that, else in the content."""
+    united: list[Mapping[str, Any]] = []
+    for message in messages:
+        shortened = without_block(message)  # type: ignore[arg-type]
+        if shortened is not None and shortened is not message:
+            if _writes_key(tokenizer, "assistant", "reasoning_content"):
+                message = shortened
+            elif message["reasoning_content"].strip() in message["content"]:
+                message = {k: v for k, v in message.items() if k != "reasoning_content"}
+        united.append(message)
+    return united
+
+
+def _writes_key(tokenizer: Any, role: str, key: str) -> bool:
+    """Return True if the template writes a key of messages of a role, or refuses it."""
+    template = tokenizer.chat_template
+    cache = _READS.setdefault(tokenizer, {})
+    case = (template if isinstance(template, str) else repr(template), role, key)
+    if case not in cache:
+        messages = [{"role": entry, "content": "c"} for entry in SPEAKERS]
+        messages = messages if role in SPEAKERS else [{"role": role, "content": "c"}, *messages]
+        trial = [{**m, key: "zq0w"} if m["role"] == role else m for m in messages]
+        try:
+            cache[case] = "zq0w" in render(tokenizer, trial, None, False, None)
+        except TemplateFailed:
+            cache[case] = True
+    return cache[case]
 
 
 def _describe(

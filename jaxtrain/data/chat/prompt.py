@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.data.chat.control_tokens import SpecialTokens, encoder_of, require_chat_template
 from jaxtrain.data.chat.messages import MalformedRow, without_flags
-from jaxtrain.data.chat.omissions import Kwargs, check_omissions
+from jaxtrain.data.chat.omissions import Kwargs, check_omissions, write_thoughts_once
 from jaxtrain.data.chat.rows import IMAGES, MESSAGES, PROMPTS, TOOLS, Row, is_conversation
 from jaxtrain.data.chat.template import Message, Renderer, RetokenizationError, context_spans
 from jaxtrain.data.chat.tokenize import continue_turn
@@ -108,6 +108,7 @@ def prompt_tokens(
     if split_opening(messages)[1] is not None:
         return _begun_tokens(Renderer(tokenizer, special_tokens, kwargs), messages, tools)
     encoder = encoder_of(tokenizer, special_tokens)
+    messages = write_thoughts_once(tokenizer, messages)
     (messages, tools, kwargs), mark, _ = encoder.protect((messages, tools, kwargs))
     return encoder(render_prompt(tokenizer, messages, tools, kwargs), mark)
 

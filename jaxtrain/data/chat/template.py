@@ -48,7 +48,7 @@ from jaxtrain.data.chat.control_tokens import encode as encode
 from jaxtrain.data.chat.control_tokens import encode_text as encode_text
 from jaxtrain.data.chat.control_tokens import eos_of as eos_of
 from jaxtrain.data.chat.control_tokens import require_chat_template as require_chat_template
-from jaxtrain.data.chat.omissions import Kwargs, check_omissions
+from jaxtrain.data.chat.omissions import Kwargs, check_omissions, write_thoughts_once
 from jaxtrain.data.chat.omissions import TemplateOmission as TemplateOmission
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.chat_template import TemplateFailed as TemplateFailed
@@ -256,6 +256,7 @@ class Renderer:
         UserError if an assistant turn has no end.
         """
         kwargs = {**self.kwargs, **(kwargs or {})}
+        messages = write_thoughts_once(self.tokenizer, messages)
         parts = {i: (messages[i]["content"], listed) for i, listed in (spans or {}).items()}
         (messages, tools, kwargs), mark, count = self.encoder.protect((messages, tools, kwargs))
         first, *later = self.render(messages, tools, trained, mark, kwargs, parts)
