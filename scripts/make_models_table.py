@@ -42,7 +42,7 @@ UNASKED = {
     *("GraniteMoeSWAForCausalLM", "GraniteSWAForCausalLM", "HYV3ForCausalLM", "HeliumForCausalLM"),
     *("HyperCLOVAXForCausalLM", "Jais2ForCausalLM", "Lfm2ForCausalLM", "Lfm3ForCausalLM"),
     *("CodeGenForCausalLM", "GPT2LMHeadModel", "GPTBigCodeForCausalLM", "GPTJForCausalLM"),
-    *("GPTNeoForCausalLM", "OPTForCausalLM", "PhiForCausalLM"),
+    *("GPTNeoForCausalLM", "OPTForCausalLM", "PhiForCausalLM", "PhimoeForCausalLM"),
     *("MellumForCausalLM", "MiniCPM3ForCausalLM", "MinistralForCausalLM", "NanoChatForCausalLM"),
     *(
         "NemotronForCausalLM",

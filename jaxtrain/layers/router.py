@@ -68,6 +68,10 @@ class RoutingOptions:
     """Added to the sum."""
     scale: float = 1.0
     """Factor on the gates, applied last."""
+    near: float | None = None
+    """The gate of each expert is a softmax over those not chosen before it whose logits are within
+    this relative distance of the best (SparseMixer: Liu et al. 2024, arXiv:2409.12136, as in
+    evaluation); None: gates are scores."""
     logit_cap: float | None = None
     """cap * tanh(logits / cap) takes their place."""
 
@@ -106,6 +110,8 @@ def choose(
         experts = jnp.where(_are_experts(replayed), replayed.astype(experts.dtype), experts)
     # From the unbiased scores: the choice bias balances load and must not scale outputs.
     gates = jnp.take_along_axis(scores, experts, axis=-1)
+    if routing.near is not None:
+        gates = _near_gates(logits, experts, routing.near)
     if routing.normalize:
         total = gates.sum(-1, keepdims=True)
         if routing.min_sum:
@@ -118,6 +124,19 @@ def choose(
         gates = gates * expert_scale.astype(gates.dtype)[experts]
     probs = scores if routing.score == "softmax" else scores / scores.sum(-1, keepdims=True)
     return ExpertChoice(experts, gates, probs, jax.nn.logsumexp(logits, axis=-1), routed)
+
+
+def _near_gates(logits: jax.Array, experts: jax.Array, near: float) -> jax.Array:
+    """Return the gates [..., k] of `RoutingOptions.near`."""
+    gates, remaining = [], logits
+    for expert in jnp.split(experts, experts.shape[-1], axis=-1):
+        best = jax.lax.stop_gradient(remaining.max(-1, keepdims=True))
+        distance = (best - logits) / jnp.maximum(jnp.abs(logits), best)
+        scores = jax.nn.softmax(jnp.where(distance > near, -jnp.inf, remaining), axis=-1)
+        gates.append(jnp.take_along_axis(scores, expert, axis=-1))
+        chosen = expert == jnp.arange(logits.shape[-1], dtype=expert.dtype)
+        remaining = jnp.where(chosen, -jnp.inf, remaining)
+    return jnp.concatenate(gates, axis=-1)
 
 
 def _are_experts(ids: jax.Array) -> jax.Array:

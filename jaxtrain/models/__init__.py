@@ -84,6 +84,7 @@ ARCHITECTURES = {
     "OlmoeForCausalLM": "jaxtrain.models.olmoe",
     "PersimmonForCausalLM": "jaxtrain.models.persimmon",
     "Phi3ForCausalLM": "jaxtrain.models.phi3",
+    "PhimoeForCausalLM": "jaxtrain.models.phimoe",
     "PhiForCausalLM": "jaxtrain.models.phi",
     "Qwen2ForCausalLM": "jaxtrain.models.qwen2",
     "Qwen2VLForConditionalGeneration": "jaxtrain.models.qwen2_vl",

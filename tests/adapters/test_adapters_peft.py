@@ -39,7 +39,7 @@ JOINT = ("falcon_groups", "lfm3", "gpt_neox", "apertus", "youtu", "granitemoe_sw
 JOINT += ("phi", "gptj", "codegen", "gpt2", "gpt_bigcode", "gpt_neo", "opt")
 RAW |= {
     name: {key: value for key, value in {**SIZES, **ADDED[name]}.items() if value is not None}
-    for name in JOINT
+    for name in (*JOINT, "phimoe")
 }
 
 CASES = {
@@ -151,6 +151,7 @@ TOKENS = np.stack(documents(4, 30, 30))
         pytest.param("lora", "llama", marks=pytest.mark.thorough),
         pytest.param("lora", "falcon_groups", marks=pytest.mark.slow),
         pytest.param("dora", "gpt2", marks=pytest.mark.thorough),
+        pytest.param("attention with two ranks", "phimoe", marks=pytest.mark.thorough),
         *(pytest.param("lora", name, marks=pytest.mark.thorough) for name in JOINT[1:]),
         pytest.param("gates with another rank", "lfm3", marks=pytest.mark.thorough),
         *EXPERTS_IN_PEFT,

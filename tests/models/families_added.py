@@ -180,6 +180,14 @@ FAMILIES = {
     },
     "phi": {"model_type": "phi", "layer_norm_eps": 1e-3, "num_key_value_heads": 2},
     "phi_norms": {"model_type": "phi", "layer_norm_eps": 1e-3, "qk_layernorm": True},
+    "phimoe": {
+        "model_type": "phimoe",
+        **EPS,
+        "num_local_experts": 6,
+        "attention_bias": True,
+        "lm_head_bias": True,
+        "router_jitter_noise": 0.3,
+    },
     "gpt2": {"model_type": "gpt2", **GPT},
     "gpt2_untied": {
         "model_type": "gpt2",

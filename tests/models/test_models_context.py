@@ -33,6 +33,7 @@ CASES = [
     *(("mixtral", kind) for kind in ("dynamic", "llama3", "longrope")),
     *(("olmo2", kind) for kind in ("dynamic", "linear")),
     *(("falcon", "yarn"), ("cohere", "dynamic"), ("starcoder2", "longrope")),
+    ("phimoe", "longrope"),
 ]
 
 
@@ -51,9 +52,15 @@ def test_longer_contexts_are_those_of_transformers(name, kind, tmp_path):
     rope = {"rope_type": kind, "rope_theta": 500.0, **KEYS[kind]}
     if name == "mixtral":
         raw["head_dim"] = 8  # transformers computes with it as it is stated
+    if name == "phimoe":
+        rope |= {"short_mscale": 1.1, "long_mscale": 1.3}
     if name == "gpt_neox":
         rope["partial_rotary_factor"] = 0.5
     reference = make_torch({**raw, "max_position_embeddings": longest, "rope_parameters": rope})
+    if name == "phimoe":  # transformers 5.24 computes its frequencies without the text's length
+        rotary = reference.model.rotary_emb
+        compute = rotary.rope_init_fn
+        rotary.rope_init_fn = lambda config, *_, **__: compute(config, seq_len=TOKENS)
     reference.save_pretrained(tmp_path)
     config = families.read_config(tmp_path).for_rows(TOKENS)
     assert config.longest == longest * (3 if kind == "dynamic" else 1)
