@@ -72,7 +72,7 @@ from jaxtrain.huggingface.safetensors import write_folder
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.families import family
 from jaxtrain.models.finite import FiniteCheck
-from jaxtrain.models.loading import read_entry
+from jaxtrain.models.loading import read_checked
 from jaxtrain.models.naming import score_paths
 from jaxtrain.models.parameters import Params, Shapes
 
@@ -423,8 +423,7 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
             if stored is None or stored.shape != shape:
                 actual = "missing" if stored is None else stored.shape
                 raise UserError(f"{file}: {name} is {actual}, this model needs {shape}")
-        value = read_entry(files, ParameterEntry(param, op), spec, spec.sharding)
-        check.add(ParameterEntry(param, op), value)
+        value = read_checked(files, ParameterEntry(param, op), spec, spec.sharding, check)
         if param in params and not np.array_equal(to_host(params[param]), to_host(value)):
             raise UserError(f"{file}: embedding and head differ, but the model ties them")
         params[param] = value

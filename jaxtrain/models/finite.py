@@ -1,8 +1,8 @@
 """Checks of loaded weights for NaN and infinity.
 
 Devices check large arrays where they are placed, which costs them one read and the host nothing
-until the end; numpy checks small ones, which compiles nothing. Files are read again only after a
-failure, to name the tensor.
+until the end, but a program for each shape; numpy checks small ones and small models, which
+compiles nothing. Files are read again only after a failure, to name the tensor.
 """
 
 from pathlib import Path
@@ -18,6 +18,8 @@ from jaxtrain.huggingface.safetensors import SafetensorsFolder
 
 SMALL = 2**22
 """Arrays up to this many bytes are checked by numpy."""
+SMALL_MODEL = 2**29
+"""Bytes of larger arrays that it checks, too: a fraction of a second."""
 
 
 class FiniteCheck:
@@ -25,16 +27,21 @@ class FiniteCheck:
 
     def __init__(self, files: SafetensorsFolder):
         self.files = files
+        self._left = SMALL_MODEL
         self._found: list[tuple[ParameterEntry, bool | jax.Array, jax.ShapeDtypeStruct]] = []
 
-    def add(self, entry: ParameterEntry, value: jax.Array) -> None:
-        """Check `value`, the parameter of `entry`; does not wait for large arrays."""
-        if value.nbytes <= SMALL and value.is_fully_addressable:
-            finite: bool | jax.Array = bool(np.isfinite(np.asarray(value)).all())
-        else:
-            finite = _is_finite(value)
+    def takes(self, size: int) -> bool:
+        """Return True if numpy is to check an array of `size` bytes on its way to the devices."""
+        if size > SMALL:
+            self._left -= size
+        return size <= SMALL or self._left >= 0
+
+    def add(self, entry: ParameterEntry, value: jax.Array, finite: bool | None = None) -> None:
+        """Note whether `value`, the parameter of `entry`, is finite; None has its devices check,
+        without waiting for them."""
+        checked = _is_finite(value) if finite is None else finite
         spec = jax.ShapeDtypeStruct(value.shape, value.dtype)
-        self._found.append((entry, finite, spec))
+        self._found.append((entry, checked, spec))
 
     def close(self) -> None:
         """Raise UserError with the first tensor that holds NaN or an infinite number."""

@@ -79,9 +79,7 @@ def read_params(
         if entry.param in by_layer:
             yield entry.param, _read_layers(files, entry, spec, sharding, check)
             continue
-        value = read_entry(files, entry, spec, sharding)
-        check.add(entry, value)
-        yield entry.param, value
+        yield entry.param, read_checked(files, entry, spec, sharding, check)
     check.close()
 
 
@@ -97,9 +95,31 @@ def _read_layers(
     layer_spec = jax.ShapeDtypeStruct(spec.shape[1:], spec.dtype)
     for op in entry.op.ops:
         layer = ParameterEntry(entry.param, op)
-        value = read_entry(files, layer, layer_spec, layer_sharding(sharding))
-        check.add(layer, value)
-        yield value
+        yield read_checked(files, layer, layer_spec, layer_sharding(sharding), check)
+
+
+def read_checked(
+    files: SafetensorsFolder,
+    entry: ParameterEntry,
+    spec: jax.ShapeDtypeStruct,
+    sharding: NamedSharding | None,
+    check: FiniteCheck,
+) -> jax.Array:
+    """Read the parameter of an entry and add it to the check."""
+    finite: list[bool] = []
+
+    def see(part: np.ndarray) -> None:
+        finite.append(bool(np.isfinite(part).all()))
+
+    # What another process holds is checked by all devices, so that all processes fail together.
+    local = sharding is None or sharding.is_fully_addressable
+    if local and check.takes(spec.size * spec.dtype.itemsize):
+        value = read_entry(files, entry, spec, sharding, see)
+        check.add(entry, value, all(finite))
+    else:
+        value = read_entry(files, entry, spec, sharding)
+        check.add(entry, value)
+    return value
 
 
 def stored_entries(config: DecoderConfig) -> dict[str, ParameterEntry]:
@@ -152,8 +172,10 @@ def read_entry(
     entry: ParameterEntry,
     spec: jax.ShapeDtypeStruct,
     sharding: NamedSharding | None,
+    see: Callable[[np.ndarray], None] | None = None,
 ) -> jax.Array:
-    """Read the parameter of an entry with the shape and dtype of `spec`, placed by `sharding`."""
+    """Read the parameter of an entry with the shape and dtype of `spec`, placed by `sharding`.
+    see: gets each part on its way to a device."""
 
     def part(index: tuple[slice, ...] | None) -> np.ndarray:
         index = full_index(spec.shape) if index is None else index
@@ -162,7 +184,10 @@ def read_entry(
             for s, size in zip(index, spec.shape, strict=True)
         )
         array = entry.op.read(files.fetch, closed)
-        return np.ascontiguousarray(array).astype(spec.dtype, copy=False)
+        array = np.ascontiguousarray(array).astype(spec.dtype, copy=False)
+        if see is not None:
+            see(array)
+        return array
 
     if sharding is None:
         return jax.device_put(part(None))

@@ -234,10 +234,17 @@ def test_a_tied_head_that_differs_is_refused(tmp_path):
         loading.load(tmp_path)
 
 
-@pytest.mark.parametrize("small", [2**22, 0], ids=["by numpy", "by the devices"])
+@pytest.mark.parametrize(
+    "small, model",
+    [(2**22, 0), (0, 2**22), (0, 0)],
+    ids=["small arrays by numpy", "a small model by numpy", "by the devices"],
+)
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_weights_that_are_no_numbers_are_named(tmp_path, monkeypatch, value, small):
+def test_weights_that_are_no_numbers_are_named(tmp_path, monkeypatch, value, small, model):
     monkeypatch.setattr(finite, "SMALL", small)
+    monkeypatch.setattr(finite, "SMALL_MODEL", model)
+    if small or model:
+        monkeypatch.setattr(finite, "_is_finite", None)  # no program
     tensors = write_checkpoint(tmp_path, "qwen2")
     name = "model.layers.1.self_attn.k_proj.bias"
     tensors[name][3] = value
