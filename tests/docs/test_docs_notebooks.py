@@ -94,13 +94,29 @@ def said_by(cell) -> str:
     return "".join(output.get("text", "") for output in cell.get("outputs", []))
 
 
-@pytest.mark.thorough
-def test_the_notebooks_run(execute):
+SMALL = ("trees", "pictures")
+"""Notebooks that run with the slow tests; they cover the install cell, trees, vision and LoRA."""
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        pytest.param(SMALL, marks=pytest.mark.slow, id="small"),
+        pytest.param(
+            [page.stem for page in PAGES if page.stem not in SMALL],
+            marks=pytest.mark.thorough,
+            id="others",
+        ),
+    ],
+)
+def test_the_notebooks_run(execute, names):
     """Commands that an earlier page runs as well are skipped."""
     left_out = ("!jaxtrain doctor", "!jaxtrain preprocess", "!jaxtrain generate")
-    cells = execute([page.stem for page in PAGES], left_out, IN_THE_KERNEL)
+    cells = execute(names, left_out, IN_THE_KERNEL)
     results = [said_by(cell) for cell in cells if "metrics.jsonl" in cell.source]
-    assert len(results) == 6 and all(
+    assert len(results) == len(names) and all(
         "loss" in result or "reward" in result or "tree" in result for result in results
     )
-    assert any("image/png" in output.get("data", {}) for cell in cells for output in cell.outputs)
+    if "pictures" in names:
+        shown = [output.get("data", {}) for cell in cells for output in cell.outputs]
+        assert any("image/png" in data for data in shown)
