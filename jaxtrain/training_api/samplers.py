@@ -153,12 +153,12 @@ class Samplers:
         if path in self._loaded:
             self._loaded.move_to_end(path)
             return self._loaded[path]
-        if not self.slots.has_room:
-            idle = [key for key, loaded in self._loaded.items() if not loaded.users]
-            self._stale += [self._loaded.pop(key) for key in idle[:1]]
         for loaded in [loaded for loaded in self._stale if not loaded.users]:
             self._stale.remove(loaded)
             self.slots.free(loaded.slot)
+        idle = [key for key, loaded in self._loaded.items() if not loaded.users]
+        if idle and not self.slots.has_room:
+            self.slots.free(self._loaded.pop(idle[0]).slot)
         if not self.slots.has_room:
             return None
         kind, params = self._read(path)
