@@ -218,6 +218,11 @@ def choose_matrices(folder: Path, family: str | None = None) -> set[str]:
         if not any(fnmatchcase(module, pattern) for pattern in KEPT)
     }
     check_experts(config)
+    if config.inputs_first:
+        raise UserError(
+            f"quantize: {config.architecture} holds its matrices as [in, out], and no layout has a"
+            " form for these"
+        )
     if not names:
         raise UserError(f"quantize: {config.architecture} has no matrices to quantize")
     return names
