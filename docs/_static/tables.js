@@ -1,13 +1,14 @@
 // On narrow screens each row of a table that does not fit is shown as lines: every cell gets its
 // column's name. Tables of more than two columns do not fit anywhere; others are measured.
 
-// Long names may break behind their dots, colons, slashes and underscores.
+// Long names may break behind their dots, colons, slashes and underscores, and before the words of
+// a NameOfSeveralWords.
 const allowBreaks = (cell) => {
   const texts = document.createTreeWalker(cell, NodeFilter.SHOW_TEXT);
   const nodes = [];
   while (texts.nextNode()) nodes.push(texts.currentNode);
   for (const node of nodes) {
-    const parts = node.data.split(/(?<=\w{3}[.:/_])(?=\w{3})/);
+    const parts = node.data.split(/(?<=\w{3}[.:/_])(?=\w{3})|(?<=[a-z]{2})(?=[A-Z][a-z]{2})/);
     if (parts.length > 1)
       node.replaceWith(...parts.flatMap((part, i) => (i ? [document.createElement("wbr"), part] : [part])));
   }
