@@ -341,7 +341,8 @@ def read_by(
             ended = stop == len(prompt.tokens)
             reading[row] = None if ended else (prompt, stop)
             chunks.append(ReadChunk(row, prompt, len(chunk), ended))
-        filled = filled._replace(adapter=adapter_U)
+        # A copy: the device may read the array itself, after the next prompt has changed it.
+        filled = filled._replace(adapter=adapter_U.copy())
         filled, routed = fill(model, filled, tokens_UC, counts_U, fresh_U, routes, group)
         yield PrefillCall(filled, chunks, routed)
         if group is not None:
