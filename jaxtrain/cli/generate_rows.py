@@ -98,7 +98,12 @@ def parse_line(line: str, origin: str) -> tuple[dict[str, Any], str]:
     if isinstance(row, list) and all(type(token) is int for token in row):
         row = {"prompt_ids": row}
     if not isinstance(row, dict):
-        raise UserError(f"{origin} must be an object with prompt, messages or prompt_ids")
+        ids = (
+            "must be a list of token ids (whole numbers), or"
+            if isinstance(row, list)
+            else "must be"
+        )
+        raise UserError(f"{origin} {ids} an object with prompt, messages or prompt_ids")
     return row, origin
 
 

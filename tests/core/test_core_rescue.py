@@ -111,6 +111,7 @@ def test_any_error_after_a_step_saves_first(sft, whole, tmp_path, monkeypatch, c
     assert_same(folder, whole)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_is_explained(sft, tmp_path, monkeypatch, capsys):
     """The trained steps are saved, and a profile shows what held the memory."""
     error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes.\nat")

@@ -26,7 +26,8 @@ def bundles(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "source", ["folder", "start", pytest.param("drawn", marks=pytest.mark.slow)]
+    "source",
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("folder", "drawn")] + ["start"],
 )
 def test_weights_that_wait_on_the_host_pass_the_devices_one_by_one(bundles, source, monkeypatch):
     policy, teacher = bundles

@@ -88,6 +88,7 @@ def test_guesses_are_those_of_the_training_pass(model, raw):
         assert guesses[row, 0] == int(model.logits(pairs)[0, -1].argmax())
 
 
+@pytest.mark.slow
 def test_newer_weights_bring_their_head():
     config = with_head(families.config_from_hf(ONE_LAYER), None)
     older, newer = build.init(config, 0), build.init(config, 1)

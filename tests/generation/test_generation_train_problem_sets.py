@@ -186,6 +186,7 @@ def test_columns_are_renamed_and_functions_judge(place, tmp_path, capsys):
     assert line["eval/qa/reward"] < 0 and line["eval/qa/avg@4"] == 0
 
 
+@pytest.mark.slow
 def test_a_set_may_have_an_environment_of_its_own(place, tmp_path):
     words = ["eval.sets.1.path=builtin:calculator", "eval.sets.1.env.kind=calculator"]
     words += ["eval.sets.1.options.num_rows=3", "eval.sets.1.k=2"]

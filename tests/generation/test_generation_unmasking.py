@@ -173,6 +173,7 @@ def test_answers_end_with_the_first_end_token(double):
     assert sampler.generate(PROMPTS[:1], words)[0].tokens == free[: first + 1]
 
 
+@pytest.mark.slow
 def test_a_draw_is_its_own_whoever_shares_the_batch(double):
     hot = {"temperature": 1.0, "seed": 4}
 

@@ -193,6 +193,7 @@ def test_a_picture_is_encoded_once_for_a_group(tmp_path, monkeypatch):
     assert len(decoded) == 1 and all(prompt == sent[0] for prompt in sent)
 
 
+@pytest.mark.slow
 def test_the_engine_of_a_run_reads_images(tmp_path):
     fake = FakeVllm()
     server = SimpleNamespace(model=make_vision_model(tmp_path / "model"), port=fake.port)

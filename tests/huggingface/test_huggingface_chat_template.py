@@ -241,7 +241,7 @@ def test_a_worker_that_was_killed_is_replaced(tokenizer):
     assert render(tokenizer, MESSAGES, None, False) == "5"
 
 
-@pytest.mark.parametrize("examples", [60, pytest.param(150, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("examples", [20, pytest.param(150, marks=pytest.mark.slow)])
 def test_any_expression_ends(tokenizer, monkeypatch, examples):
     monkeypatch.setattr(chat_template, "SECONDS", 0.1)
 

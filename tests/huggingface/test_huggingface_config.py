@@ -123,7 +123,7 @@ def test_old_and_new_rope_spelling_are_one():
         ({"num_key_value_heads": 3}, "multiple of"),
         ({"rope_scaling": {"rope_type": "ntk", "factor": 2.0}}, "rope_type='ntk'"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "odd": 1}}, "odd"),
-        ({"architectures": ["GPT2LMHeadModel"]}, "GPT2LMHeadModel.*LlamaForCausalLM"),
+        ({"architectures": ["BloomForCausalLM"]}, "BloomForCausalLM.*LlamaForCausalLM"),
         ({"layer_types": ["full_attention"]}, "layer_types"),
     ],
 )
@@ -250,7 +250,7 @@ def test_code_beside_the_weights_is_not_what_a_known_type_runs():
     assert "auto_map" not in families.config_from_hf(raw).to_hf()
 
 
-@pytest.mark.parametrize("raw", [{"model_type": "gpt2"}, {}, {"vocab_size": 97}])
+@pytest.mark.parametrize("raw", [{"model_type": "bloom"}, {}, {"vocab_size": 97}])
 def test_a_config_that_names_no_family_is_refused(raw):
     with pytest.raises(UserError, match="model_type"):
         families.config_from_hf(raw)

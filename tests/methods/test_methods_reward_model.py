@@ -137,6 +137,7 @@ RANKED = [
 ]
 
 
+@pytest.mark.slow
 def test_shared_prompts_packing_and_microsteps_change_nothing():
     """With one program and the pairs laid out in every way, scores of each answer alone are the
     reference.

@@ -280,8 +280,8 @@ FAMILIES = {
         "rope_parameters": ROPES,
     },
 }
-DEFAULT = {"lfm3", "falcon_groups"}
-CHOSEN = {"apertus", "exaone_moe", "nanochat", "phi", "youtu"}
+DEFAULT = {"falcon_groups"}
+CHOSEN = {"apertus", "exaone_moe", "lfm3", "nanochat", "phi", "youtu"}
 SHARDED = {
     "olmo_hybrid": [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}],
     "gpt2": {"context": 2, "tensor": 2},

@@ -3,7 +3,7 @@
 from tiny_models import HYBRID, MAMBA, RAW
 
 FAMILIES = {name: {"intermediate_size": None, **raw} for name, raw in RAW.items()}
-DEFAULT = {"qwen2_window", "llama", "qwen3_5", "nemotron_h_moe"}
-CHOSEN = {"qwen3_yarn", "qwen3_moe"}
+DEFAULT = {"qwen2_window", "llama", "qwen3_5"}
+CHOSEN = {"qwen3_yarn", "qwen3_moe", "nemotron_h_moe"}
 LONG = {*HYBRID, *MAMBA}
 DECODED = {"nemotron_h_moe", "granitemoehybrid"}

@@ -125,6 +125,7 @@ def test_a_target_with_an_adapter_is_the_merged_model(tmp_path):
         np.testing.assert_allclose(ends[path], value, atol=1e-6, err_msg=path)
 
 
+@pytest.mark.slow
 def test_a_target_in_few_bits_is_near_the_whole_one(tmp_path):
     config = write_base(tmp_path / "base")
     full = states_of(parts_of(config, tmp_path / "base"))

@@ -83,5 +83,6 @@ def test_transformers_is_light_until_a_plugin_is_imported(run):
     ]
 
 
+@pytest.mark.slow
 def test_a_plugin_may_come_before_any_tokenizer(run):
     assert run(BEFORE_A_TOKENIZER) == ["False False", "True"]

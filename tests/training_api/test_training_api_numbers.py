@@ -65,7 +65,8 @@ def run_steps(base, lora, seed, batches):
     return np.array(losses)
 
 
-@pytest.mark.parametrize("rank", [4, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [4, 0])
 def test_twenty_steps_equal_a_run_of_the_same_batches(base, rank):
     lora = LoRA(rank)
     batches = [draw_documents(4, seed) for seed in range(4)] * 5
