@@ -11,7 +11,7 @@ import copyreg
 import importlib
 import importlib.machinery
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from importlib.abc import Loader, MetaPathFinder
 from types import ModuleType
@@ -47,7 +47,7 @@ class NameLoader(Loader):
     """Loader of transformers.utils.import_utils, whose function that reads all modeling files then
     does nothing at first."""
 
-    read: Callable[[], dict] | None = None
+    read: partial[dict] | None = None
     """Reads them; None before transformers asks for it, and with one that never does."""
 
     def __init__(self, loader: Loader) -> None:
@@ -81,7 +81,7 @@ class NameLoader(Loader):
             def __getattr__(self, name: str) -> Any:
                 known = self._class_to_module, self._objects, self._modules
                 if not name.startswith("__") and not any(name in names for names in known):
-                    self.__class__ = usual
+                    self.__class__ = usual  # pyright: ignore
                     structure = {**read()}
                     structure[frozenset()] = {**structure[frozenset()], **self._import_structure}
                     parts = self.__name__, self.__file__, structure, self.__spec__, self._objects
@@ -89,7 +89,7 @@ class NameLoader(Loader):
                     vars(self).update(vars(full))
                 return usual.__getattr__(self, name)
 
-        package.__class__ = LateNames
+        package.__class__ = LateNames  # pyright: ignore
 
 
 class LightFinder(MetaPathFinder):

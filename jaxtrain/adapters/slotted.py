@@ -35,7 +35,7 @@ class SlottedLoRA(nnx.Module):
         self.a = nnx.Param(a, axes=(None, None, None))
         self.b = nnx.Param(b, axes=(None, None, None))
         self.scale = nnx.Param(scale, axes=(None,))
-        self.index = nnx.data(None)
+        self.index: jax.Array | None = nnx.data(None)
         """int32 [], [B] or [B, T]: slots of tokens; None: 0. Set by `choose_adapters`."""
 
     def __call__(self, x: jax.Array, y: jax.Array, kernel: jax.Array | None) -> jax.Array:

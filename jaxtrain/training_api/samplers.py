@@ -82,10 +82,11 @@ class Samplers:
     async def turn(self, path: str | None) -> AsyncIterator[LocalEngine | AdapterEngine]:
         """Hold the engine with these weights. UserError for weights that do not exist."""
         loop = asyncio.get_running_loop()
-        slotted = path is not None and self.slots.is_open
-        if slotted and path not in self._loaded:
-            slotted = await loop.run_in_executor(self.thread, self._has_slot, path)
-        adapter, weights = None, None if slotted else path
+        name = path if self.slots.is_open else None
+        if name is not None and name not in self._loaded:
+            has_slot = await loop.run_in_executor(self.thread, self._has_slot, name)
+            name = name if has_slot else None
+        adapter, weights = None, path if name is None else None
         ticket = next(self._tickets), weights
         async with self._free:
             self._waiting.append(ticket)
@@ -96,8 +97,8 @@ class Samplers:
                     # set its weights again.
                     self.current = UNKNOWN
                     await loop.run_in_executor(self.thread, self._use, weights)
-                while slotted and adapter is None:
-                    adapter = await loop.run_in_executor(self.thread, self._load, path)
+                while name is not None and adapter is None:
+                    adapter = await loop.run_in_executor(self.thread, self._load, name)
                     if adapter is None:  # requests are drawn with every slot
                         self._unslotted = ticket
                         await self._free.wait()

@@ -10,6 +10,7 @@ import numpy as np
 
 from jaxtrain.environments.request_fields import MAX_STOP_TEXT, MAX_STOPS, RequestRefused
 from jaxtrain.generation.engine import Completion, Sampling
+from jaxtrain.generation.local.adapter_slots import AdapterEngine
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.text_safety import show
 from jaxtrain.training_api import wire
@@ -130,7 +131,7 @@ def read_number(
     return value
 
 
-async def draw(engine: LocalEngine, request: SampleRequest) -> bytes:
+async def draw(engine: LocalEngine | AdapterEngine, request: SampleRequest) -> bytes:
     """Draw the samples of a request; returns a SampleResponse."""
     tasks = [
         asyncio.ensure_future(

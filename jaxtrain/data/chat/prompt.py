@@ -78,7 +78,7 @@ def normalize_row(row: Row, column: str = "prompt") -> dict[str, Any]:
     return columns
 
 
-def _with_parts(messages: list[Message], images: Any) -> list[Message]:
+def _with_parts(messages: Sequence[Message], images: Any) -> Sequence[Message]:
     """Return messages whose images are parts, not markers, which only the row's reader knows."""
     if images is None:
         return messages

@@ -36,11 +36,11 @@ MIN_RANK = 8
 class Factors(NamedTuple):
     """Correction of one matrix: s (x A) B."""
 
-    a: np.ndarray
+    a: Any
     """[in, R]."""
-    b: np.ndarray
+    b: Any
     """[R, out]."""
-    scale: np.ndarray | np.float32
+    scale: Any
     """[]."""
 
 

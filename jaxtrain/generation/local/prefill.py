@@ -140,7 +140,7 @@ class FilledPrompts(NamedTuple):
     exact model hidden states [U, D]."""
     length: jax.Array
     """int32 [U] tokens read."""
-    adapter: jax.Array | np.ndarray
+    adapter: Any
     """int32 [U] slot of the adapter that reads them."""
     shift: jax.Array | None = None
     """int32 [U]: what is added to the index of a token behind the prompt where a model turns by
