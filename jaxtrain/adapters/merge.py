@@ -43,9 +43,10 @@ from jaxtrain.models import build, families
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.parameters import split_model
 
-TABLES = ("embed_tokens.weight", "lm_head.weight")
-HEAD = TABLES[1]
-ENDS = (".embed_tokens.weight", ".embeddings.weight", ".lm_head.weight")
+NAMES = ("embed_in", "embed_tokens", "embeddings", "word_embeddings", "wte")
+EMBEDDINGS = tuple(f".{name}.weight" for name in NAMES)
+HEAD, BIAS = "lm_head.weight", "lm_head.bias"
+ENDS = (*EMBEDDINGS, ".embed_out.weight", f".{HEAD}")
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
@@ -94,15 +95,16 @@ class RowCorrection:
     """The adapter's tensor with the rows that the base lacks; None: they are its mean."""
 
     def apply(self, base: np.ndarray, index: int | None) -> np.ndarray:
-        """Return the merged table [total, D] in float32."""
+        """Return the merged table [total, D] in float32, or the bias [total] of a head."""
         wide = base.astype(np.float32)
-        merged = np.empty((self.total, base.shape[1]), np.float32)
+        merged = np.empty((self.total, *base.shape[1:]), np.float32)
         merged[: len(wide)] = wide
         merged[len(wide) :] = wide.mean(0)
         if self.below is not None:
             added_rows = fetch(self.peft, self.below)[len(wide) :]
             merged[len(wide) :][: len(added_rows)] = added_rows
-        merged[list(self.ids)] = fetch(self.peft, self.tensor)
+        if self.ids:
+            merged[list(self.ids)] = fetch(self.peft, self.tensor)
         return merged
 
 
@@ -268,7 +270,10 @@ def merge_adapter(
 
     shapes = find_grown(files, peft, corrections)
     if shapes:
-        keys = {**keys, "vocab_size": next(iter(shapes.values()))[0]}
+        total = next(iter(shapes.values()))[0]
+        keys = {**keys, "vocab_size": total}
+        if BIAS in files.tensors and BIAS not in shapes:
+            corrections[BIAS], shapes[BIAS] = RowCorrection(peft, BIAS, (), total), (total,)
     if unties:
         keys = {**keys, "tie_word_embeddings": False}
     keys = {**keys, **families.rename_architectures(raw)}
@@ -284,7 +289,7 @@ def find_tied(files: SafetensorsFolder, peft: PeftFolder, raw: Mapping[str, Any]
     """Return the table that is the base's head, too, if the adapter changes either; else None. raw:
     the base's config.json, which alone says whether a head that is stored is used."""
     changed = {*peft.full(), *(f"{module}.weight" for module in (*peft.modules(), *peft.rows()))}
-    tables = [name for name in files.tensors if f".{name}".endswith(f".{TABLES[0]}")]
+    tables = [name for name in files.tensors if f".{name}".endswith(EMBEDDINGS)]
     if len(tables) != 1 or changed.isdisjoint({HEAD, *tables}):
         return None
     text = raw.get("text_config")
@@ -322,13 +327,13 @@ def add_eos(file: Path, eos: int) -> None:
 
 def find_grown(
     files: SafetensorsFolder, peft: PeftFolder, corrections: Mapping[str, Any]
-) -> dict[str, tuple[int, int]]:
+) -> dict[str, tuple[int, ...]]:
     """Return {table of the base: its shape with the adapter's tokens}. Raises UserError if another
     table has fewer rows."""
     shapes = {}
     for name, correction in corrections.items():
         if isinstance(correction, RowCorrection):
-            shapes[name] = (correction.total, files.tensors[name].shape[1])
+            shapes[name] = (correction.total, *files.tensors[name].shape[1:])
         elif isinstance(correction, Correction) and correction.slot is None:
             shapes[name] = peft.files.tensors[PREFIX + name].shape
     grown = {n: shape for n, shape in shapes.items() if shape != files.tensors[n].shape}
@@ -396,7 +401,7 @@ def find_corrections(
             )
     for name in sorted(peft.full()):
         stored, adapter_shape = files.tensors.get(name), peft.files.tensors[PREFIX + name]
-        if stored is None and name == TABLES[1] and _same_tables(peft):
+        if stored is None and name == HEAD and _same_tables(peft):
             continue  # tied: the base stores the table once, as the embedding
         if stored is None and name.startswith("score."):
             problems.append(
@@ -482,14 +487,13 @@ def check_base_tensor(
 
 def grows(name: str, shape: tuple[int, ...], adapter_shape: tuple[int, ...]) -> bool:
     """Return whether an adapter's table has more tokens than the base's and the same width."""
-    return (
-        f".{name}".endswith(ENDS) and adapter_shape[1:] == shape[1:] and adapter_shape[0] > shape[0]
-    )
+    is_table = f".{name}".endswith((*ENDS, f".{BIAS}"))
+    return is_table and adapter_shape[1:] == shape[1:] and adapter_shape[0] > shape[0]
 
 
 def _same_tables(peft: PeftFolder) -> bool:
-    names = [n for table in TABLES for n in peft.files.tensors if n.endswith(f".{table}")]
-    if len(names) != len(TABLES):
+    names = [n for end in (EMBEDDINGS, f".{HEAD}") for n in peft.files.tensors if n.endswith(end)]
+    if len(names) != 2:
         return False
     embed, head = (peft.files.fetch(n, full_index(peft.files.tensors[n].shape)) for n in names)
     return np.array_equal(embed, head)

@@ -261,7 +261,8 @@ def write_gathered(
             modules = [linears[path].modules[layer] for layer in slot.layers or ()]
             modules = modules or [".".join(name.split(".")[-2:])]
             targets[path] = [f"{module}.weight" for module in modules]
-    raw = describe_adapter(linears, join_slots(config, adapter), base_name, targets)
+    tables = table_modules(config)
+    raw = describe_adapter(linears, join_slots(config, adapter), base_name, targets, tables)
     raw["fan_in_fan_out"] = config.inputs_first
     # PEFT renames tensors as transformers does, but not the modules to put pairs at. Only models
     # with a tensor for each expert need an expression, and none of their names differs.
@@ -280,9 +281,8 @@ def write_gathered(
     if f"{PREFIX}lm_head.weight" in plan:
         raw["modules_to_save"] = sorted({*(raw["modules_to_save"] or ()), "lm_head"})
     if adapter.rows:
-        modules = table_modules(config)
         raw["trainable_token_indices"] = {
-            modules[path].rpartition(".")[2]: list(ids) for path, ids in adapter.rows.items()
+            tables[path].rpartition(".")[2]: list(ids) for path, ids in adapter.rows.items()
         }
     (Path(folder) / CONFIG).write_text(json.dumps(raw, indent=2) + "\n")
 
@@ -344,6 +344,8 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
     tables = {f"{module}.weight": f"{path}.embedding" for module, path in homes.items()}
     if config.tie_word_embeddings:
         tables["lm_head.weight"] = "embed.embedding"
+    if config.head_bias:
+        tables["lm_head.bias"] = "lm_head.bias"
     scores = score_paths(config)
     tables |= {name: name for name in scores}
     if not set(scores) <= peft.full():

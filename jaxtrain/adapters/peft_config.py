@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from jaxtrain.adapters.spec import Adapter, Linears
@@ -179,9 +178,11 @@ def describe_adapter(
     linears: Linears,
     adapter: Adapter,
     base_name: str | None,
-    parameters: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    parameters: Mapping[str, Sequence[str]],
+    tables: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Return the content of adapter_config.json; parameters: those of target_parameters by path."""
+    """Return the content of adapter_config.json; parameters: those of target_parameters by path.
+    tables: see peft.table_modules."""
     slots = list(adapter.slots.values())
     plain = [path for path in adapter.slots if path not in parameters]
     # PEFT 0.21 warns of patterns that name no module, though it follows those of parameters. So
@@ -208,12 +209,8 @@ def describe_adapter(
         unlike = {path: v for path, v in values.items() if v != getattr(common, key)}
         return {name: value for path, value in unlike.items() for name in names[path]}
 
-    tables = {
-        "embed.embedding": "embed_tokens",
-        "lm_head.embedding": "lm_head",
-        "score.weight": "score",
-        "score.bias": "score",
-    }
+    modules = {f"{path}.embedding": name.rpartition(".")[2] for path, name in tables.items()}
+    modules |= {"lm_head.bias": "lm_head", "score.weight": "score", "score.bias": "score"}
     task = "CAUSAL_LM"
     if "score.weight" in adapter.full:
         task = "TOKEN_CLS" if "score.bias" in adapter.full else "SEQ_CLS"
@@ -227,7 +224,7 @@ def describe_adapter(
         "alpha_pattern": _write_patterns(list_values("alpha"), of_experts),
         "target_modules": targets,
         "target_parameters": of_experts or None,
-        "modules_to_save": sorted({tables[path] for path in adapter.full}) or None,
+        "modules_to_save": sorted({modules[path] for path in adapter.full}) or None,
         "use_rslora": common.rslora,
         "use_dora": common.dora,
         "lora_dropout": adapter.dropout,

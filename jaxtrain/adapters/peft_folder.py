@@ -186,7 +186,7 @@ class PeftFolder:
     def _is_copy(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether rows repeat those of the embedding, as PEFT may write them for a tied
         head."""
-        tables = [n for n in self.files.tensors if n.endswith(f"embed_tokens.{ROWS}") and n != name]
+        tables = [n for n in self.files.tensors if n.endswith(f".{ROWS}") and n != name]
         rows = self.files.fetch(name, full_index(shape))
         same = (n for n in tables if self.files.tensors[n].shape == shape)
         return any(np.array_equal(rows, self.files.fetch(n, full_index(shape))) for n in same)
@@ -194,13 +194,16 @@ class PeftFolder:
     def rows(self) -> dict[str, tuple[int, ...]]:
         """Return the ids of the tokens whose rows it replaces, by the module of the table."""
         stated = self.config.get("trainable_token_indices") or {}
-        stated = stated if isinstance(stated, dict) else {"embed_tokens": stated}
         rows_of = {}
         for name, stored in self.files.tensors.items():
             if not name.endswith(f".{ROWS}"):
                 continue
             module = name[len(PREFIX) : -len(ROWS) - 1]
-            ids = next((ids for key, ids in stated.items() if f".{module}".endswith(f".{key}")), ())
+            if isinstance(stated, dict):
+                listed = (ids for key, ids in stated.items() if f".{module}".endswith(f".{key}"))
+                ids = next(listed, ())
+            else:  # of the embedding, whatever its name
+                ids = () if module.endswith("lm_head") else stated
             if not ids and self._is_copy(name, stored.shape):
                 continue
             if len(ids) != stored.shape[0] or len(set(ids)) < len(ids):

@@ -27,6 +27,7 @@ def make_adapter(
     scores = set(score_paths(architecture))
     if section.train_head and not scores:
         tables.add("embed.embedding" if architecture.tie_word_embeddings else "lm_head.embedding")
+        tables |= {"lm_head.bias"} if architecture.head_bias else set()
     if section.path is not None:
         return read_folder(section, architecture, new, tables)
     slots = choose_slots(

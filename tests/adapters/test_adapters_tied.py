@@ -17,17 +17,13 @@ TOKENS = torch.tensor([np.random.default_rng(0).integers(0, 97, 30).tolist()])
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    return make_base(tmp_path_factory.mktemp("base"), "llama", num_hidden_layers=2, **sizes)
+
+
+def make_base(folder, model_type, **sizes):
     torch.manual_seed(0)
-    config = AutoConfig.for_model(
-        "llama",
-        vocab_size=97,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        tie_word_embeddings=True,
-    )
-    folder = tmp_path_factory.mktemp("base")
+    config = AutoConfig.for_model(model_type, vocab_size=97, tie_word_embeddings=True, **sizes)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     return folder
 
@@ -54,9 +50,26 @@ def test_merged_logits_are_pefts(base, tmp_path, case, stored):
         state["lm_head.weight"] = state["model.embed_tokens.weight"].clone()
         save_file(state, folder / "model.safetensors", {"format": "pt"})
         (folder / "config.json").write_bytes((base / "config.json").read_bytes())
+    check_merge(folder, tmp_path, {"target_modules": ["q_proj"], **settings}, tied)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    ("settings", "tied"),
+    [({"modules_to_save": ["wte"]}, False), ({"trainable_token_indices": [3, 5]}, True)],
+    ids=["embedding", "rows"],
+)
+def test_merged_logits_of_gpt2_are_pefts(tmp_path, settings, tied):
+    base = make_base(tmp_path / "base", "gpt2", n_embd=32, n_layer=1, n_head=4)
+    settings = {"target_modules": ["c_fc"], "fan_in_fan_out": True, **settings}
+    check_merge(base, tmp_path, settings, tied)
+
+
+def check_merge(folder, tmp_path, settings, tied):
     torch.manual_seed(1)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    lora = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **{"target_modules": ["q_proj"], **settings})
+    lora = peft.LoraConfig(r=4, task_type="CAUSAL_LM", **settings)
     model = peft.get_peft_model(loaded, lora)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -70,4 +83,4 @@ def test_merged_logits_are_pefts(base, tmp_path, case, stored):
         actual = merged.eval()(TOKENS).logits
     np.testing.assert_allclose(actual, expected, atol=2e-6)
     raw = json.loads((tmp_path / "merged/config.json").read_text())
-    assert raw["tie_word_embeddings"] is tied
+    assert raw.get("tie_word_embeddings", True) is tied
