@@ -37,5 +37,5 @@ FAMILIES = {
         "layer_types": ["full_attention", "sliding_attention"],
     },
 }
-CHOSEN = {"gpt_oss"}
+DEFAULT = {"gpt_oss"}
 SHARDED = {"gpt_oss_plain": [{"context": 2, "fsdp": 2}, {"tensor": 2, "expert": 2}]}

@@ -17,7 +17,7 @@ NAMED_FRACTION = 0.4
 
 
 @dataclasses.dataclass(eq=False)
-class ServerStep:
+class PendingStep:
     """A step that a server has not finished."""
 
     name: str
@@ -37,19 +37,19 @@ class PendingSteps:
     names them."""
 
     def __init__(self) -> None:
-        self._steps: list[ServerStep] = []
+        self._steps: list[PendingStep] = []
 
     @contextlib.contextmanager
-    def wait(self, name: str, seconds: float) -> Iterator[ServerStep]:
+    def wait(self, name: str, seconds: float) -> Iterator[PendingStep]:
         """Record a step while the block lasts. seconds: its time limit without progress."""
-        step = ServerStep(name, seconds, time.monotonic())
+        step = PendingStep(name, seconds, time.monotonic())
         self._steps.append(step)
         try:
             yield step
         finally:
             self._steps.remove(step)
 
-    def name_late(self) -> list[tuple[ServerStep, float]]:
+    def name_late(self) -> list[tuple[PendingStep, float]]:
         """Return steps that have become late since the last call, with the seconds without
         progress."""
         late = []
