@@ -79,7 +79,7 @@ def open_base(bundle: ModelBundle, seed: int) -> Params:
     quantize = "none" if adapter is None else adapter.quantize
     if adapter is None or quantize == "none":
         if bundle.folder is None and "part" not in bundle.options:
-            # Drawn as a whole, by one program.
+            # Drawn as a whole, by one program or, if it is small, by those of all small models.
             model = build.init(bundle.architecture, seed, mesh=bundle.mesh, **bundle.options)
             return split_model(model)[0]
         return dict(stream_base(bundle, seed))

@@ -125,10 +125,8 @@ class GatedDelta(Mixer):
         self.conv = nnx.Param(conv_F1W, axes=("heads", None, None))
         # Small, and summed over whole rows: never rounded to the dtype of the other weights.
         wide = jnp.promote_types(init.param_dtype, jnp.float32)
-        decay_N = jax.random.uniform(
-            init.rngs.params(), (num_value_heads,), wide, minval=0.01, maxval=16.0
-        )
-        self.A_log = nnx.Param(jnp.log(decay_N), axes=("heads",))
+        log_decay_N = _draw_log_decay(init.rngs.params(), num_value_heads, wide)
+        self.A_log = nnx.Param(log_decay_N, axes=("heads",))
         self.dt_bias = nnx.Param(jnp.ones((num_value_heads,), init.param_dtype), axes=("heads",))
         self.norm = GatedRMSNorm(value_dim, eps=norm_eps, param_dtype=init.param_dtype)
         self.out = Linear(inner, num_features, axes=("heads", "embed"), init=init)
@@ -313,6 +311,12 @@ class SplitGatedDelta(GatedDelta):
         parts = (conv[...] for conv in (self.q_conv, self.k_conv, self.v_conv))
         by_head = (part.reshape(self.num_key_heads, -1, self.taps) for part in parts)
         return jnp.concatenate(list(by_head), axis=1)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw_log_decay(key: jax.Array, num_heads: int, dtype: Dtype) -> jax.Array:
+    # One program, because apart its functions would be rounded otherwise.
+    return jnp.log(jax.random.uniform(key, (num_heads,), dtype, minval=0.01, maxval=16.0))
 
 
 def as_chains(context: Context) -> DeltaRows:

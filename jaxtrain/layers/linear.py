@@ -1,11 +1,14 @@
 """Linear: the one place where a weight meets an activation."""
 
 import dataclasses
+import functools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec
@@ -29,7 +32,20 @@ class LayerInit:
     def normal(self, shape: Sequence[int]) -> jax.Array:
         """Draw weights of a shape. Each call takes the next key: the order of calls is part of
         what a seed means."""
-        return self.std * jax.random.normal(self.rngs.params(), shape, self.param_dtype)
+        key, size = self.rngs.params(), math.prod(shape)
+        if isinstance(key, jax.core.Tracer):
+            return self.std * jax.random.normal(key, shape, self.param_dtype)
+        # Outside of a program: a number depends on its index alone, so few programs draw arrays of
+        # all sizes, with the bits that a program of the whole model draws.
+        rounded = 4 ** max(5, math.ceil(math.log(size, 4)))
+        drawn = _draw_normal(key, rounded, self.std, jnp.dtype(self.param_dtype))
+        return np.asarray(drawn)[:size].reshape(shape)
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def _draw_normal(key: jax.Array, size: int, std: float, dtype: Dtype) -> jax.Array:
+    # The deviation is a constant, as in a program of a whole model: XLA folds it into others.
+    return std * jax.random.normal(key, (size,), dtype)
 
 
 class Linear(nnx.Module):

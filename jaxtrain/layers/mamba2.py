@@ -112,12 +112,7 @@ class Mamba2(Mixer):
         decay_N = jnp.arange(1, num_heads + 1, dtype=wide)
         self.A_log = nnx.Param(jnp.log(decay_N), axes=("heads",))
         self.D = nnx.Param(jnp.ones((num_heads,), wide), axes=("heads",))
-        low, high = map(math.log, FIRST_STEPS)
-        step_N = jnp.exp(
-            jax.random.uniform(init.rngs.params(), (num_heads,), wide, minval=low, maxval=high)
-        )
-        # The inverse of softplus, so that the first steps are as drawn.
-        bias_N = step_N + jnp.log(-jnp.expm1(-step_N))
+        bias_N = _draw_first_bias(init.rngs.params(), num_heads, wide)
         self.dt_bias = nnx.Param(bias_N, axes=("heads",))
         self.norm = GroupedRMSNorm(inner, num_groups, eps=norm_eps, param_dtype=init.param_dtype)
         self.out_proj = Linear(inner, num_features, axes=("heads", "embed"), init=init)
@@ -284,3 +279,12 @@ def mix_heads(m_BTGF, share: HeadParameters, dt_BTN, until_BT, prev_BT, state, *
         past_BTN = past_BTN + jnp.where(used_BT[..., None], 0.0, own_BTN)
     y_BTNP = y_BTNP.astype(wide) + past_BTN[..., None] * x_BTNP.astype(wide)
     return y_BTNP.astype(x_BTNP.dtype).reshape(B, T, -1), S
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw_first_bias(key: jax.Array, num_heads: int, dtype: Dtype) -> jax.Array:
+    # One program, because apart its functions would be rounded otherwise.
+    low, high = map(math.log, FIRST_STEPS)
+    step_N = jnp.exp(jax.random.uniform(key, (num_heads,), dtype, minval=low, maxval=high))
+    # The inverse of softplus, so that the first steps are as drawn.
+    return step_N + jnp.log(-jnp.expm1(-step_N))

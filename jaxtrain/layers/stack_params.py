@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from jaxtrain.layers.linear import Linear
@@ -29,8 +30,16 @@ class LayerSlice:
 
 def create_stacked(make: Callable[[nnx.Rngs], nnx.Module], keys: jax.Array) -> nnx.Module:
     """Build one module whose parameters are those of `make` for each key, on a leading axis."""
-    graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
-    state = jax.vmap(lambda key: nnx.state(make(nnx.Rngs(params=key))))(keys)
+
+    def draw(key: jax.Array) -> tuple[Any, nnx.State]:
+        return nnx.split(make(nnx.Rngs(params=key)))
+
+    if isinstance(keys, jax.core.Tracer):
+        graphdef, _ = nnx.split(nnx.eval_shape(lambda: make(nnx.Rngs(0))))
+        state = jax.vmap(lambda key: draw(key)[1])(keys)
+    else:
+        (graphdef, *_), layers = zip(*map(draw, keys), strict=True)
+        state = jax.tree.map(lambda *leaves: np.stack(leaves), *layers)
     block = nnx.merge(graphdef, state)
     for _, variable in nnx.iter_graph(block):
         if isinstance(variable, nnx.Variable):

@@ -18,6 +18,9 @@ from jaxtrain.models.decoder import Decoder, DecoderOptions
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.families import family
 
+SMALL_MODEL = 2**22
+"""Parameters up to which a model is drawn without a program of its own."""
+
 
 def abstract(
     config: DecoderConfig, part: Callable[..., nnx.Module] | None = None, **options: Any
@@ -47,8 +50,14 @@ def init(config: DecoderConfig, seed: int, mesh: Mesh | None = None, **options: 
     The numbers depend on the seed alone, not on the mesh.
     """
     chosen, wide = DecoderOptions(**options), jax.config.read("jax_enable_x64")
-    graphdef, _ = _shapes(config, chosen, wide)
-    return nnx.merge(graphdef, _draw_program(config, chosen, mesh, wide)(jax.random.key(seed)))
+    graphdef, shapes = _shapes(config, chosen, wide)
+    key = jax.random.key(seed)
+    if count_elements(shapes) > SMALL_MODEL or (mesh is not None and mesh.is_multi_process):
+        return nnx.merge(graphdef, _draw_program(config, chosen, mesh, wide)(key))
+    # Drawn on one device, array by array: a program would take longer to compile.
+    state = nnx.state(family(config).Model(config, chosen, nnx.Rngs(params=key)))
+    placed = None if mesh is None else shardings(shapes, mesh)
+    return nnx.merge(graphdef, jax.device_put(state, placed))
 
 
 @functools.lru_cache(maxsize=64)
@@ -130,7 +139,11 @@ def _draw_param_program(
 
 def param_count(config: DecoderConfig) -> int:
     """Count the parameters; a tied head counts once."""
-    state = nnx.state(abstract(config))
+    return count_elements(nnx.state(abstract(config)))
+
+
+def count_elements(state: nnx.State) -> int:
+    """Count the numbers of all arrays."""
     return sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(state))
 
 

@@ -161,6 +161,34 @@ def test_parameters_drawn_one_by_one_are_those_of_the_whole_model():
     assert set(every) == expected.keys()
 
 
+@pytest.mark.parametrize(
+    "name, path",
+    [("qwen3_5", "stack.linear.attention.A_log"), ("nemotron_h", "stack.mamba.layer.dt_bias")],
+)
+def test_functions_of_what_is_drawn_are_rounded_alike(name, path):
+    config = families.config_from_hf({**SIZES, **RAW[name]})
+    expected = split_model(build.init(config, 5))[0][path]
+    ((_, value),) = build.draw_params(config, 5, only={path})
+    np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, dtype",
+    [("qwen3_moe", "bfloat16"), ("qwen3_5", "float32"), ("nemotron_h_moe", "float32")],
+)
+def test_small_models_have_the_bits_of_large_ones(name, dtype, monkeypatch):
+    """Those are drawn by a program of their own."""
+    config = families.config_from_hf({**SIZES, **RAW[name]})
+    small = split_model(build.init(config, 5, param_dtype=dtype))[0]
+    monkeypatch.setattr(build, "SMALL_MODEL", 0)
+    large = split_model(build.init(config, 5, param_dtype=dtype))[0]
+    assert small.keys() == large.keys()
+    for path, value in small.items():
+        assert value.dtype == large[path].dtype
+        np.testing.assert_array_equal(value, large[path], err_msg=path)
+
+
 def value_and_grads(mesh, name="qwen3"):
     config = families.config_from_hf(RAW[name])
     batch = pack([documents(row, 9, 14) for row in range(4)], 24)
