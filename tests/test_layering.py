@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from toy_run import EVEN_TOKENS, MODEL
@@ -129,32 +130,52 @@ def modules() -> dict[str, Path]:
     return {module_of(path): path for path in sources()}
 
 
-@functools.cache
-def tree(path: Path) -> ast.Module:
-    return ast.parse(path.read_text())
+class Facts(NamedTuple):
+    """What the tests read of a file."""
 
-
-def at_import(node: ast.AST):
-    """Nodes that run when a module is imported: not those within functions."""
-    for child in ast.iter_child_nodes(node):
-        yield child
-        if not isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            yield from at_import(child)
+    at_import: list[tuple[int, str]]
+    """(line, module) of imports that run when the file is imported."""
+    lazy: list[tuple[int, str]]
+    """Those inside functions."""
+    wide: list[str]
+    """Functions with more than MAX_PARAMETERS parameters; a constructor has its class's name."""
 
 
 @functools.cache
-def imports(path: Path, *, lazy: bool = True) -> list[tuple[int, str]]:
-    """(line, module) of every import in a file; lazy: those inside functions, too."""
-    imported = []
-    for node in ast.walk(tree(path)) if lazy else at_import(tree(path)):
+def facts(path: Path) -> Facts:
+    """Read a file once: all files' trees are millions of objects."""
+    result = Facts([], [], [])
+
+    def visit(node: ast.AST, inside: bool, owner: str | None) -> None:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            (result.lazy if inside else result.at_import).extend(imported(node))
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            args = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
+            if sum(arg.arg not in ("self", "cls") for arg in args) > MAX_PARAMETERS:
+                result.wide.append(owner or node.name)
+            inside = True
+        owner = node.name if isinstance(node, ast.ClassDef) else None
+        for child in ast.iter_child_nodes(node):
+            if not isinstance(child, ast.expr):  # which hold neither imports nor functions
+                visit(child, inside, owner)
+
+    visit(ast.parse(path.read_text()), False, None)
+    return result
+
+
+def imported(node: ast.Import | ast.ImportFrom):
+    for alias in node.names:
         if isinstance(node, ast.Import):
-            imported += [(node.lineno, alias.name) for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
+            yield node.lineno, alias.name
+        else:
             # `from package import module` names a module of the package.
-            for alias in node.names:
-                inner = f"{node.module}.{alias.name}"
-                imported.append((node.lineno, inner if inner in modules() else node.module or ""))
-    return imported
+            inner = f"{node.module}.{alias.name}"
+            yield node.lineno, inner if inner in modules() else node.module or ""
+
+
+def imports(path: Path) -> list[tuple[int, str]]:
+    """(line, module) of every import in a file, those inside functions, too."""
+    return facts(path).at_import + facts(path).lazy
 
 
 @functools.cache
@@ -164,7 +185,7 @@ def graph(*, packages: bool = True) -> dict[str, set[str]]:
         name: path for name, path in modules().items() if packages or path.name != "__init__.py"
     }
     return {
-        name: {m for _, m in imports(path, lazy=False) if m in nodes and m != name}
+        name: {m for _, m in facts(path).at_import if m in nodes and m != name}
         for name, path in nodes.items()
     }
 
@@ -317,28 +338,14 @@ def test_files_are_short():
     assert not long
 
 
-def wide_functions():
-    """Yield "room.module.function" for each, or its class for a constructor."""
-    for name, path in modules().items():
-        if not name.startswith("jaxtrain."):
-            continue
-        classes = {
-            id(member): node.name
-            for node in ast.walk(tree(path))
-            if isinstance(node, ast.ClassDef)
-            for member in node.body
-        }
-        for node in ast.walk(tree(path)):
-            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-                given = [*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs]
-                if sum(arg.arg not in ("self", "cls") for arg in given) > MAX_PARAMETERS:
-                    function = classes.get(id(node), node.name)
-                    yield f"{name.removeprefix('jaxtrain.')}.{function}"
-
-
 def test_functions_take_few_parameters():
     """Parameters that belong together are a small dataclass."""
-    wide = list(wide_functions())
+    wide = [
+        f"{name.removeprefix('jaxtrain.')}.{function}"
+        for name, path in modules().items()
+        if name.startswith("jaxtrain.")
+        for function in facts(path).wide
+    ]
     assert set(wide) == set(WIDE), f"new or no longer wide: {set(wide) ^ set(WIDE)}"
     assert len(wide) <= 20, wide
 
