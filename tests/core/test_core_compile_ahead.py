@@ -48,17 +48,8 @@ def sections(folder):
     }
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "sft",
-        pytest.param("accumulated", marks=pytest.mark.slow),
-        pytest.param("rl", marks=pytest.mark.slow),
-        pytest.param("preference", marks=pytest.mark.slow),
-        pytest.param("reward_model", marks=pytest.mark.slow),
-        pytest.param("tree", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["sft", "accumulated", "rl", "preference", "reward_model", "tree"])
 def test_no_step_compiles(kind, tmp_path, capsys):
     compiled = Counter()
 

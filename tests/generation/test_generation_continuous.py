@@ -167,6 +167,7 @@ class Roomy:
         return {"bytes_limit": self.limit, "bytes_in_use": 10}
 
 
+@pytest.mark.slow
 def test_rows_get_all_slots_at_once_where_memory_is_ample(models, monkeypatch):
     # Keys and values of two layers in float32, 4 rows of 128 slots, and the rows' lengths.
     cache = 2 * 2 * 4 * 128 * 2 * 8 * 4 + 4 * 4

@@ -105,10 +105,8 @@ def test_a_server_that_hangs_waking():
     require_named_and_dropped(output, fakes[0], "/wake_up", "weight sync: ")
 
 
-@pytest.mark.parametrize(
-    "step",
-    ["/v1/load_lora_adapter", pytest.param("/v1/unload_lora_adapter", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("step", ["/v1/load_lora_adapter", "/v1/unload_lora_adapter"])
 def test_a_server_that_hangs_over_an_adapter(step, tmp_path):
     fakes = [FakeVllm(), FakeVllm()]
     with open_lora(fakes, tmp_path, keep_adapters=2, **LIMIT) as (engine, publisher, output):

@@ -193,6 +193,7 @@ def test_microsteps_and_meshes_change_nothing(opened):
             same(full, one_step(task, on_mesh(task, 4, **sizes), weights, batch), 1e-9)
 
 
+@pytest.mark.slow
 def test_kept_tables_are_saved_and_never_trained(opened, tmp_path):
     """d2t, t2d and every name and dtype of the export; loading it gives the same model."""
     task, roles, weights, _ = opened

@@ -37,5 +37,5 @@ FAMILIES = {
         "layer_types": ["full_attention", "sliding_attention"],
     },
 }
-DEFAULT = {"gpt_oss"}
+CHOSEN = {"gpt_oss"}
 SHARDED = {"gpt_oss_plain": [{"context": 2, "fsdp": 2}, {"tensor": 2, "expert": 2}]}

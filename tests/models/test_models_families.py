@@ -334,7 +334,7 @@ def test_losses_and_added_tokens_know_the_bias_of_a_head():
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen3_yarn", "llama", "mixtral"]
+    "name", ["qwen3_yarn", "llama", pytest.param("mixtral", marks=pytest.mark.slow)]
 )  # as transformers 4 spells them
 def test_export_loads_in_transformers(name, tmp_path):
     config = families.config_from_hf(FAMILIES[name])

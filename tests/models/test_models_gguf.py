@@ -99,6 +99,8 @@ def read(folder, name):
 
 TIERS = {
     "Qwen2ForCausalLM": pytest.mark.slow,
+    "Qwen3ForCausalLM": pytest.mark.slow,
+    "Qwen3MoeForCausalLM": pytest.mark.slow,
     "Gemma3ForCausalLM": pytest.mark.slow,
     "Gemma2ForCausalLM": pytest.mark.thorough,
     "MistralForCausalLM": pytest.mark.thorough,

@@ -137,8 +137,7 @@ def test_segments_compile_the_fewest_layers(kinds, segments):
 @pytest.mark.parametrize(
     "name",
     [
-        "qwen2_window",
-        pytest.param("qwen3_moe", marks=pytest.mark.slow),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("qwen2_window", "qwen3_moe")),
         *(pytest.param(n, marks=pytest.mark.thorough) for n in ("qwen3", "llama")),
     ],
 )
@@ -157,7 +156,8 @@ def test_packed_equals_alone(name, x64):
     assert jnp.isfinite(packed).all()
 
 
-@pytest.mark.parametrize("name", [pytest.param("mistral", marks=pytest.mark.slow), "qwen3_moe"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["mistral", "qwen3_moe"])
 def test_branches_that_share_a_prefix_equal_their_paths(name, x64):
     """Windows must follow positions, not indices; experts must drop nothing."""
     config = families.config_from_hf(RAW[name])

@@ -49,13 +49,8 @@ def run(model, batch, probe):
     return np.asarray(logits), leaves(grads)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "qwen3_vl",
-        *(pytest.param(name, marks=pytest.mark.slow) for name in VISION if name != "qwen3_vl"),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VISION)
 def test_it_computes_and_stores_what_transformers_does(name, tmp_path):
     theirs = reference(name)
     theirs.save_pretrained(tmp_path / "theirs")

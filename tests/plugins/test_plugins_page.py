@@ -125,13 +125,21 @@ def test_a_format(name_of, tokenizer, tmp_path):
         tokenize({"text": "no script"}, "row 3")
     data = DataConfig(datasets=[dataset], sequence_len=64, num_workers=1)
     assert len(probe_samples(dataset, tokenizer, data).samples) == 8
-    if "/" in dataset.format:  # the case that no pickle by reference survives
-        recipe = Sequences(data, tokenizer)
-        source = open_source(data, recipe, seed=0, rows_per_microstep=1, microsteps=1)
-        try:
-            assert next(source)[0].tokens.shape == (1, 1, 64)
-        finally:
-            source.close()
+
+
+@pytest.mark.slow
+def test_a_format_in_a_file_reaches_worker_processes(my_package, tokenizer, tmp_path):
+    """No pickle by reference survives that."""
+    (tmp_path / "x.jsonl").write_text((json.dumps({"script": "A: one\nB: two"}) + "\n") * 8)
+    name = f"{my_package}/my_package/formats.py:dialogue"
+    dataset = DatasetConfig(path=str(tmp_path / "x.jsonl"), format=name)
+    data = DataConfig(datasets=[dataset], sequence_len=64, num_workers=1)
+    recipe = Sequences(data, tokenizer)
+    source = open_source(data, recipe, seed=0, rows_per_microstep=1, microsteps=1)
+    try:
+        assert next(source)[0].tokens.shape == (1, 1, 64)
+    finally:
+        source.close()
 
 
 def test_a_format_may_give_tokens_and_weights(tokenizer, tmp_path):
@@ -277,6 +285,7 @@ def test_a_method(my_package, name):
             make_config(task={"kind": name, **section})
 
 
+@pytest.mark.slow
 def test_the_method_trains_on_rows_of_the_format(my_package, tmp_path):
     rows = [{"script": f"A: {n}?\nB: {n}!"} for n in range(12)]
     (tmp_path / "x.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))

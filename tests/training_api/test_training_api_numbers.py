@@ -173,12 +173,12 @@ LOSSES = {
 }
 
 
-QUICK = ("importance_sampling", "jaxtrain:grpo")
-
-
 @pytest.mark.parametrize(
     "loss",
-    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in LOSSES],
+    [
+        pytest.param(name, marks=() if name == "jaxtrain:grpo" else pytest.mark.slow)
+        for name in LOSSES
+    ],
 )
 def test_losses_and_gradients_are_those_of_the_formula_in_torch(base, loss):
     """The gradient by cross_entropy with the weights -dL/dlp that torch gives."""
