@@ -162,7 +162,7 @@ class Stack(nnx.Module):
         for kind in dict.fromkeys(spec.kind for spec in self.specs):
             assert not hasattr(self, kind), f"{kind!r} is no name for a kind of layers"
             layers = [layer for layer, spec in enumerate(self.specs) if spec.kind == kind]
-            make, kind_keys = functools.partial(make_block, kind), keys[jnp.array(layers)]
+            make, kind_keys = functools.partial(make_block, kind), keys[np.array(layers)]
             kind_keys = kind_keys if only is None else kind_keys[only][None]
             setattr(self, kind, create_stacked(make, kind_keys))
 
