@@ -123,7 +123,7 @@ class ModelSpeaker:
     ) -> AsyncGenerator[Mapping[str, Any], None]:
         """Yield the chunks of an answer."""
         from jaxtrain.environments.request_fields import RequestRefused
-        from jaxtrain.generation.serving.answerer import Answers
+        from jaxtrain.generation.serving.answerer import RequestAnswers
         from jaxtrain.generation.serving.open_response import ResponseWriter
 
         try:
@@ -133,7 +133,9 @@ class ModelSpeaker:
             request = self.form.read_chat(body, lambda name: None)
             writer = ResponseWriter(request, "1", "model", self.model.version, self.form.decode)
             totals = {"generation_tokens": 0}
-            async for chunk in Answers(self.form, self.model, request, writer, totals).chunks():
+            async for chunk in RequestAnswers(
+                self.form, self.model, request, writer, totals
+            ).chunks():
                 yield chunk
         except RequestRefused as error:
             raise UserError(str(error)) from None

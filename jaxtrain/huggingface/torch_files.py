@@ -46,7 +46,7 @@ MEMBER_HEADER = 30
 """Bytes of a member's header in the file, before its name and extra field."""
 
 
-class Storage(NamedTuple):
+class TorchStorage(NamedTuple):
     """The bytes of a storage in the file."""
 
     dtype: np.dtype
@@ -58,7 +58,7 @@ class Storage(NamedTuple):
 class Described(NamedTuple):
     """A tensor as the pickle describes it."""
 
-    storage: Storage
+    storage: TorchStorage
     start: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -106,14 +106,14 @@ def _read_archive(archive: zipfile.ZipFile, stream: io.BufferedReader) -> Mappin
     if members[listing].file_size > MAX_BYTES:
         raise ValueError(f"its description has more than {MAX_BYTES} bytes")
 
-    def locate(dtype: np.dtype, key: str, count: int) -> Storage:
+    def locate(dtype: np.dtype, key: str, count: int) -> TorchStorage:
         info = members[f"{root}data/{key}"]
         if info.compress_type != zipfile.ZIP_STORED or count * dtype.itemsize > info.file_size:
             raise ValueError(f"the storage {key} is compressed or too short")
         stream.seek(info.header_offset)
         header = stream.read(MEMBER_HEADER)
         lengths = (int.from_bytes(header[first : first + 2], "little") for first in (26, 28))
-        return Storage(dtype, info.header_offset + MEMBER_HEADER + sum(lengths), count)
+        return TorchStorage(dtype, info.header_offset + MEMBER_HEADER + sum(lengths), count)
 
     state = _Unpickler(io.BytesIO(archive.read(listing)), locate).load()
     if isinstance(state, Mapping) and isinstance(state.get("state_dict"), Mapping):
@@ -166,7 +166,7 @@ class _Unpickler(pickle.Unpickler):
             raise pickle.UnpicklingError(f"it names {module}.{name}, which no plain weights need")
         return callables[module, name]
 
-    def persistent_load(self, pid: Any) -> Storage:
+    def persistent_load(self, pid: Any) -> TorchStorage:
         kind, dtype, key, _, count = pid
         if kind != "storage" or not isinstance(dtype, np.dtype) or type(count) is not int:
             raise pickle.UnpicklingError("it refers to something else than a storage")
@@ -175,7 +175,7 @@ class _Unpickler(pickle.Unpickler):
 
 def _describe(storage: Any, start: Any, shape: Any, strides: Any, *_: Any) -> Described:
     sizes = (start, *shape, *strides)
-    if not isinstance(storage, Storage) or not all(type(n) is int and n >= 0 for n in sizes):
+    if not isinstance(storage, TorchStorage) or not all(type(n) is int and n >= 0 for n in sizes):
         raise pickle.UnpicklingError("a tensor has no storage or no shape")
     return Described(storage, start, tuple(shape), tuple(strides))
 

@@ -37,10 +37,10 @@ from jaxtrain.layers.rope import Angles, rotate
 from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.naming import SANDWICH_NORMS, linear_entries, norm_names, with_prefix
 from jaxtrain.models.vision import (
-    Encoder,
     PatchEmbedding,
     Vision,
     VisionConfig,
+    VisionEncoder,
     look_up_values,
     make_norm,
     make_stack,
@@ -151,7 +151,7 @@ class AxialAttention(Attention):
         return rotate(halves.reshape(x_BTNH.shape), angles)
 
 
-class AxialTower(Encoder):
+class AxialTower(VisionEncoder):
     """Patches with a learned position for their column and one for their row, and layers."""
 
     def __init__(self, config: TowerConfig, options: DecoderOptions, rngs: nnx.Rngs):

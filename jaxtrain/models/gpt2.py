@@ -30,7 +30,7 @@ class PositionedConfig(GPTConfig):
         return 0
 
 
-class JointSpec(AttentionSpec):
+class GPT2AttentionSpec(AttentionSpec):
     """Attention whose queries, keys and values are one tensor, one behind the other."""
 
     def projection_names(
@@ -65,7 +65,7 @@ class Config(PositionedConfig):
 
     def block_spec(self, kind: str) -> BlockSpec:
         scale = None if self.scale_attn_weights else 1.0
-        attention = JointSpec(qkv_bias=True, out_bias=True, scale=scale)
+        attention = GPT2AttentionSpec(qkv_bias=True, out_bias=True, scale=scale)
         return BlockSpec(attention, DenseSpec(bias=True, parts=PARTS), norms=NORMS)
 
 

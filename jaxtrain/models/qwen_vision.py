@@ -35,10 +35,10 @@ from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.multimodal import ImageTextConfig
 from jaxtrain.models.naming import NORM_TENSORS
 from jaxtrain.models.vision import (
-    Encoder,
     PatchEmbedding,
     Vision,
     VisionConfig,
+    VisionEncoder,
     look_up_values,
     make_stack,
     vision_init,
@@ -198,7 +198,7 @@ class QwenImageConfig(ImageTextConfig):
         return (*deep, *specs[count:])
 
 
-class QwenTower(Encoder):
+class QwenTower(VisionEncoder):
     """Patches and layers with rotations."""
 
     def __init__(self, config: QwenTowerConfig, options: DecoderOptions, rngs: nnx.Rngs):

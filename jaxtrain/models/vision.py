@@ -165,7 +165,7 @@ class PatchEmbedding(nnx.Module):
         return y_BPD if self.bias is None else y_BPD + self.bias[...].astype(self.dtype)
 
 
-class Encoder(nnx.Module):
+class VisionEncoder(nnx.Module):
     """Base of towers: packed patches through layers that attend within a segment. A tower adds its
     parameters, `embed` and `turn`, and may capture outputs of layers."""
 
@@ -206,7 +206,7 @@ class Encoder(nnx.Module):
         return hidden_BPD, [outputs.captured[layer] for layer in self.capture]
 
 
-class Tower(Encoder):
+class Tower(VisionEncoder):
     """A SigLIP-like encoder (Zhai et al. 2023, arXiv:2303.15343) with a learned position for each
     patch of a square; the positions of smaller grids are those of their fractions of the side."""
 
@@ -234,7 +234,7 @@ class Vision(nnx.Module):
     """Images -> features: `tower`, then `projector` on the m * m patches of each block, m being
     `merge`."""
 
-    tower: Encoder
+    tower: VisionEncoder
     projector: nnx.Module
     merge: int
 

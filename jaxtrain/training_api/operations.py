@@ -11,7 +11,7 @@ from jaxtrain.text_safety import show
 from jaxtrain.training_api.optimizer import read_numbers
 from jaxtrain.training_api.requests import read_request
 from jaxtrain.training_api.samplers import Samplers
-from jaxtrain.training_api.trainer import LoRA, TrainedModel, draw_seed
+from jaxtrain.training_api.trainer import LoRASpec, TrainedModel, draw_seed
 from jaxtrain.training_api.weights_store import Saved, WeightsStore, read_name, read_ttl
 
 MAX_RANK = 4096
@@ -191,7 +191,7 @@ class Operations:
         return f"tinker://{self.model_id}/{kind}/{name}"
 
 
-def read_lora(config: Mapping[str, Any]) -> LoRA:
+def read_lora(config: Mapping[str, Any]) -> LoRASpec:
     """Read lora_config; UserError. train_unembed changes nothing: heads get no adapter here."""
     rank = config.get("rank")
     if type(rank) is not int or not 0 <= rank <= MAX_RANK:
@@ -199,7 +199,7 @@ def read_lora(config: Mapping[str, Any]) -> LoRA:
     attention, mlp = (bool(config.get(name, True)) for name in ("train_attn", "train_mlp"))
     if rank and not (attention or mlp):
         raise UserError("lora_config: one of train_attn and train_mlp is needed; heads get none")
-    return LoRA(rank, attention, mlp) if rank else LoRA(0)
+    return LoRASpec(rank, attention, mlp) if rank else LoRASpec(0)
 
 
 def read_object(body: Mapping[str, Any], name: str) -> Mapping[str, Any]:

@@ -50,7 +50,7 @@ MAX_KINDS = 8
 """Kinds of models whose programs stay in memory when no model needs them."""
 
 
-class LoRA(NamedTuple):
+class LoRASpec(NamedTuple):
     """Parameters that a model trains."""
 
     rank: int
@@ -94,7 +94,9 @@ class Base:
         self.params = dict(snapshot.params())
         self.mesh = self.bundle.mesh
         self.follows_trees = snapshot.model().follows_trees
-        self._kinds: weakref.WeakValueDictionary[LoRA, ModelKind] = weakref.WeakValueDictionary()
+        self._kinds: weakref.WeakValueDictionary[LoRASpec, ModelKind] = (
+            weakref.WeakValueDictionary()
+        )
         self._recent: deque[ModelKind] = deque(maxlen=MAX_KINDS)
 
     def fingerprint(self) -> str:
@@ -107,7 +109,7 @@ class Base:
                 digest.update(to_host(value[(index,) * (value.ndim - 1)]).tobytes())
         return digest.hexdigest()
 
-    def kind(self, lora: LoRA) -> "ModelKind":
+    def kind(self, lora: LoRASpec) -> "ModelKind":
         """Return the kind of models that train this; UserError where the model has no such
         part."""
         kind = self._kinds.get(lora)
@@ -142,7 +144,7 @@ def without_new_adapter(snapshot: ModelSnapshot) -> ModelSnapshot:
 class ModelKind:
     """Roles, optimizer and compiled programs of models that are alike."""
 
-    def __init__(self, base: Base, lora: LoRA):
+    def __init__(self, base: Base, lora: LoRASpec):
         self.base, self.lora = base, lora
         bundle = base.bundle
         if not lora.rank and base.quantize != "none":

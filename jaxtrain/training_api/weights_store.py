@@ -26,7 +26,7 @@ from jaxtrain.runs.checkpoint import Checkpoints
 from jaxtrain.runs.manifest import write_atomically
 from jaxtrain.text_safety import show
 from jaxtrain.training_api.journal import sync_folder
-from jaxtrain.training_api.trainer import Base, LoRA, ModelKind
+from jaxtrain.training_api.trainer import Base, LoRASpec, ModelKind
 
 MODEL_ID = re.compile(r"[0-9a-f-]{36}:train:\d{1,9}", re.ASCII)
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,127}")
@@ -48,9 +48,9 @@ class Saved(NamedTuple):
     "expires": Unix time at which they are deleted, if any."""
 
     @property
-    def lora(self) -> LoRA:
+    def lora(self) -> LoRASpec:
         """Parameters that the model trains."""
-        return LoRA(*(self.about[name] for name in LoRA._fields))
+        return LoRASpec(*(self.about[name] for name in LoRASpec._fields))
 
     @property
     def expired(self) -> bool:
@@ -137,7 +137,7 @@ class WeightsStore:
     def save(
         self,
         folder: Path,
-        lora: LoRA,
+        lora: LoRASpec,
         arrays: Any,
         cursor: dict[str, Any],
         request: str,

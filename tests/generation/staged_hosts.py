@@ -6,7 +6,7 @@ import threading
 import numpy as np
 
 from jaxtrain.generation.vllm.control import Deadline, ServerGone
-from jaxtrain.generation.weight_sync.host_image import Image
+from jaxtrain.generation.weight_sync.host_image import HostImage
 from jaxtrain.generation.weight_sync.staging import Staging, WeightVersion
 from jaxtrain.generation.weight_sync.weight_links import WeightLinks, WorkerLink
 from jaxtrain.huggingface.ops import SplitPiece, full_index
@@ -57,7 +57,7 @@ class Trainer:
         self.hosts = 0
         rng = np.random.default_rng(0)
         self.params = {n: rng.normal(size=s).astype(np.float32) for n, s in SHAPES.items()}
-        self.image, self.newest = Image(SHAPES, "float32"), None
+        self.image, self.newest = HostImage(SHAPES, "float32"), None
         self.counted: dict[str, float] = {}
         self.staging = Staging(self.count, **settings)
 

@@ -18,7 +18,7 @@ from jaxtrain.errors import RunStopped
 from jaxtrain.generation.weight_sync import host_image as image_module
 from jaxtrain.generation.weight_sync import weight_links
 from jaxtrain.generation.weight_sync.device_layout import PublishedCopy, list_pieces
-from jaxtrain.generation.weight_sync.host_image import Image
+from jaxtrain.generation.weight_sync.host_image import HostImage
 from jaxtrain.generation.weight_sync.publish_weights import collect
 from jaxtrain.huggingface.ops import (
     Interleaved,
@@ -101,7 +101,7 @@ def test_the_device_lays_out_what_the_host_does(dtype, small, base, room, wide, 
     monkeypatch.setattr(image_module, "AHEAD_BYTES", 100)
     first, second = draw(0), draw(1)
     second = {n: np.where(second[n] > 0.5, second[n], first[n]) for n in first}
-    held = Image(tensor_shapes(ALL), dtype, wide)
+    held = HostImage(tensor_shapes(ALL), dtype, wide)
     retained = PublishedCopy() if base == "device" else None
     for params, old in ((first, None), (second, plain(first, dtype, wide, ALL))):
         provided, compare = {n: jnp.asarray(a) for n, a in params.items()}, old is not None
@@ -127,7 +127,7 @@ def test_sharded_parameters_come_a_shard_at_a_time(base):
     position = {"up": (None, "a", None), "embed": (None, "b"), "q": (None, None, "a")}
     position |= {"even": (None, None, "a", None), "odd": (None, None, None, "b")}
     held, retained = (
-        Image(tensor_shapes(ALL), "bfloat16"),
+        HostImage(tensor_shapes(ALL), "bfloat16"),
         PublishedCopy() if base == "device" else None,
     )
     params = draw(3)
@@ -156,7 +156,7 @@ def test_any_split_of_a_tensor_gives_the_changes_of_the_whole(rows, columns, see
     rng = np.random.default_rng(seed)
     old = rng.normal(size=(rows, columns)).astype(np.float32)
     new = np.where(rng.random(old.shape) < share, old + 1, old)
-    held = Image({"a": old.shape}, "float32")
+    held = HostImage({"a": old.shape}, "float32")
     held.take([SplitPiece("a", old.shape, full_index(old.shape), old)], compare=False)
     index = [sorted({0, size, int(rng.integers(0, size + 1))}) for size in old.shape]
     parts = [

@@ -23,7 +23,7 @@ from jaxtrain.errors import UserError
 from jaxtrain.training_api import wire
 from jaxtrain.training_api.optimizer import read_numbers
 from jaxtrain.training_api.requests import read_request, read_tensor
-from jaxtrain.training_api.trainer import MAX_KINDS, LoRA, TrainedModel, name_metrics
+from jaxtrain.training_api.trainer import MAX_KINDS, LoRASpec, TrainedModel, name_metrics
 
 ADAM = {"learning_rate": 3e-3, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
 
@@ -68,7 +68,7 @@ def run_steps(base, lora, seed, batches):
 @pytest.mark.slow
 @pytest.mark.parametrize("rank", [4, 0])
 def test_twenty_steps_equal_a_run_of_the_same_batches(base, rank):
-    lora = LoRA(rank)
+    lora = LoRASpec(rank)
     batches = [draw_documents(4, seed) for seed in range(4)] * 5
     model = TrainedModel(base.kind(lora), base.kind(lora).start(7))
     losses = []
@@ -82,7 +82,7 @@ def test_twenty_steps_equal_a_run_of_the_same_batches(base, rank):
 
 def open_model(base, seed=7):
     """A model whose adapter is not the identity any more."""
-    model = TrainedModel(base.kind(LoRA(4)), base.kind(LoRA(4)).start(seed))
+    model = TrainedModel(base.kind(LoRASpec(4)), base.kind(LoRASpec(4)).start(seed))
     train(model, as_data(draw_documents(2, seed=9)))
     return model
 
@@ -104,7 +104,8 @@ def test_adapters_over_a_quantized_base_are_those_over_what_it_stands_for(base):
         assert np.abs(kernel - base.params[name]).max() > 1e-5
         rounded.params[name] = kernel
     models = [
-        TrainedModel(of.kind(LoRA(4)), of.kind(LoRA(4)).start(7)) for of in (quantized, rounded)
+        TrainedModel(of.kind(LoRASpec(4)), of.kind(LoRASpec(4)).start(7))
+        for of in (quantized, rounded)
     ]
     for _ in range(3):
         (logprobs, metrics, _), (expected, expected_metrics, _) = (train(m, data) for m in models)
@@ -114,15 +115,15 @@ def test_adapters_over_a_quantized_base_are_those_over_what_it_stands_for(base):
 
 
 def test_few_kinds_of_models_stay_that_no_model_needs(base):
-    needed = base.kind(LoRA(1))
+    needed = base.kind(LoRASpec(1))
     for rank in range(2, 2 + 2 * MAX_KINDS):
-        base.kind(LoRA(rank))
+        base.kind(LoRASpec(rank))
     gc.collect()
     assert {lora.rank for lora in base._kinds if lora.rank > 1} >= {
         2 * MAX_KINDS,
         1 + 2 * MAX_KINDS,
     }
-    assert len(base._kinds) < 2 * MAX_KINDS and base.kind(LoRA(1)) is needed
+    assert len(base._kinds) < 2 * MAX_KINDS and base.kind(LoRASpec(1)) is needed
 
 
 def forward(model, data, loss="cross_entropy", settings=None):
@@ -247,7 +248,7 @@ def test_updates_are_those_of_torch(base):
     """Weight decay of everything, clipping, and numbers that change from step to step."""
     torch = pytest.importorskip("torch")
     data = as_data(draw_documents(2))
-    kind = base.kind(LoRA(4))
+    kind = base.kind(LoRASpec(4))
     model = TrainedModel(kind, kind.start(1))
     weights = {p: torch.tensor(np.array(x)) for p, x in model.state.params.items()}
     adam = torch.optim.AdamW(list(weights.values()), betas=(0.9, 0.95), eps=1e-4)
@@ -342,7 +343,7 @@ POLICY = {**TARGETS, "logprobs": [0.0] * 3, "advantages": [1.0] * 3}
     ],
 )
 def test_requests_that_cannot_be_run_name_the_field(base, tokens, inputs, loss, settings, text):
-    model = TrainedModel(base.kind(LoRA(4)), base.kind(LoRA(4)).start(1))
+    model = TrainedModel(base.kind(LoRASpec(4)), base.kind(LoRASpec(4)).start(1))
     with pytest.raises(UserError, match=text):
         forward(model, [(tokens, inputs)], loss, settings)
 

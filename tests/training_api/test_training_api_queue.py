@@ -19,7 +19,7 @@ from jaxtrain.training_api.futures import Entry
 from jaxtrain.training_api.journal import Journal, Record
 from jaxtrain.training_api.model_queue import ModelQueue
 from jaxtrain.training_api.samplers import Samplers
-from jaxtrain.training_api.trainer import LoRA
+from jaxtrain.training_api.trainer import LoRASpec
 
 
 class Number:
@@ -500,7 +500,7 @@ def test_layouts_of_few_kinds_of_adapters_stay(thread, monkeypatch):
     base = SimpleNamespace(mesh=jax.make_mesh((1,), ("data",)))
     roles = SimpleNamespace(rebuild=lambda trained: None, trained=None)
     for rank in (*range(1, 31), 30, 1):
-        kind = SimpleNamespace(base=base, roles=roles, lora=LoRA(rank), frozen=None)
+        kind = SimpleNamespace(base=base, roles=roles, lora=LoRASpec(rank), frozen=None)
         samplers.keep(str(rank), kind, rank)
         assert samplers._open(str(rank)) == rank
     assert laid_out == [*range(1, 31), 1]

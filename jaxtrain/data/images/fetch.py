@@ -26,7 +26,7 @@ def fetch(url: str, hosts: tuple[str, ...]) -> bytes:
     """Return what a URL of an allowed host holds, at most a byte more than MAX_BYTES; raises
     MalformedRow. hosts: in lower case."""
     check_host(url, hosts)
-    deadline = Deadline(SECONDS)
+    deadline = FetchDeadline(SECONDS)
     opener = urllib.request.build_opener(_SameHosts(hosts), _Handler(deadline))
     try:
         with opener.open(url, timeout=SECONDS) as reply:
@@ -57,7 +57,7 @@ def check_host(url: str, hosts: tuple[str, ...]) -> None:
         raise MalformedRow(f"an image is a URL of {show(parts.hostname, 60)}, not in image_hosts")
 
 
-class Deadline:
+class FetchDeadline:
     """End of a fetch, at which its connections are shut down."""
 
     def __init__(self, seconds: float):
@@ -102,7 +102,7 @@ class Deadline:
 class _Connection(http.client.HTTPConnection):
     """Connection with a deadline."""
 
-    deadline: Deadline
+    deadline: FetchDeadline
 
     @override
     def connect(self) -> None:
@@ -141,7 +141,7 @@ class _SecureConnection(http.client.HTTPSConnection, _Connection):
 class _Handler(urllib.request.HTTPHandler, urllib.request.HTTPSHandler):
     """Opener of connections with one deadline."""
 
-    def __init__(self, deadline: Deadline):
+    def __init__(self, deadline: FetchDeadline):
         super().__init__()
         self.deadline = deadline
 

@@ -261,7 +261,7 @@ class Answerer:
         async with model.answering() as version:
             number = f"{next(self._numbers)}"
             writer = ResponseWriter(parsed, number, model.name, version, self.form.decode)
-            answers = Answers(self.form, model, parsed, writer, self.totals)
+            answers = RequestAnswers(self.form, model, parsed, writer, self.totals)
             self.totals["prompt_tokens"] += sum(map(len, parsed.prompts))
             if parsed.stream:
                 return await stream(request, answers.chunks())
@@ -289,7 +289,7 @@ class Answerer:
             self.log(f"note: field {escape_control_chars(name)} of a request changes nothing")
 
 
-class Answers:
+class RequestAnswers:
     """The answers to one request."""
 
     def __init__(

@@ -17,7 +17,7 @@ NAMED_FRACTION = 0.4
 
 
 @dataclasses.dataclass(eq=False)
-class PendingStep:
+class ServerStep:
     """A step that a server has not finished."""
 
     name: str
@@ -37,19 +37,19 @@ class PendingSteps:
     names them."""
 
     def __init__(self) -> None:
-        self._steps: list[PendingStep] = []
+        self._steps: list[ServerStep] = []
 
     @contextlib.contextmanager
-    def wait(self, name: str, seconds: float) -> Iterator[PendingStep]:
+    def wait(self, name: str, seconds: float) -> Iterator[ServerStep]:
         """Record a step while the block lasts. seconds: its time limit without progress."""
-        step = PendingStep(name, seconds, time.monotonic())
+        step = ServerStep(name, seconds, time.monotonic())
         self._steps.append(step)
         try:
             yield step
         finally:
             self._steps.remove(step)
 
-    def name_late(self) -> list[tuple[PendingStep, float]]:
+    def name_late(self) -> list[tuple[ServerStep, float]]:
         """Return steps that have become late since the last call, with the seconds without
         progress."""
         late = []

@@ -7,7 +7,7 @@
     each worker opens it once (`jaxtrain_vllm/cuda_ipc.py`), sums up its contents, loads from it
 
 One page of host memory states which version the image holds, so that a reader notices that it was
-written meanwhile. `host_image.Image` has the same page in front of its bits.
+written meanwhile. `host_image.HostImage` has the same page in front of its bits.
 """
 
 import contextlib

@@ -78,7 +78,7 @@ class DeviceChange(NamedTuple):
         return self.positions.nbytes + self.values.nbytes
 
 
-class Image:
+class HostImage:
     """Image of all tensors of a model as raw bits of `dtype`, or float32 for those in `wide`."""
 
     def __init__(

@@ -26,7 +26,7 @@ from jaxtrain.generation.vllm.server import VllmServer
 from jaxtrain.generation.vllm.servers import Servers
 from jaxtrain.generation.weight_sync.delivery import Delivery, push_to_all, put_to_sleep, wake
 from jaxtrain.generation.weight_sync.device_image import DeviceImage
-from jaxtrain.generation.weight_sync.host_image import Image, as_numpy, choose_dtypes
+from jaxtrain.generation.weight_sync.host_image import HostImage, as_numpy, choose_dtypes
 from jaxtrain.generation.weight_sync.staging import MAX_DELTA_FRACTION, Staging, WeightVersion
 from jaxtrain.generation.weight_sync.weight_links import WeightLinks, WorkerLink
 from jaxtrain.huggingface.ops import TIED_COPY, SplitPiece
@@ -92,7 +92,7 @@ class WeightPublisher:
         self.step_seconds = servers.step_seconds(sum(sizes))
         """Limit for a step of a server without progress."""
         self.links = WeightLinks(config.listen or LOOPBACK[0], config.listen_port)
-        self.image: Image | None = None
+        self.image: HostImage | None = None
         self.newest: WeightVersion | None = None
         self.staging = Staging(
             self._count,
@@ -194,9 +194,9 @@ class WeightPublisher:
             self.servers.mark_up(server, weights.version, epoch)
 
     @property
-    def _image(self) -> Image:
+    def _image(self) -> HostImage:
         if self.image is None:
-            self.image = Image(self.shapes, self.dtype, self.wide)
+            self.image = HostImage(self.shapes, self.dtype, self.wide)
         return self.image
 
     @contextlib.contextmanager
@@ -483,7 +483,7 @@ def collect(
     wide: Collection[str] = (),
 ) -> dict[str, wire.WireTensor]:
     """Assemble pieces as bits of `dtype` (float32 for `wide`), rounded to nearest even like the
-    trainer's cast: the plain reference for `host_image.Image`."""
+    trainer's cast: the plain reference for `host_image.HostImage`."""
     collected = {
         name: wire.WireTensor(shapes[name], sent, wire.empty_bits(shapes[name], sent))
         for name, sent in choose_dtypes(shapes, dtype, wide).items()

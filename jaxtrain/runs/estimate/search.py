@@ -67,14 +67,14 @@ def find_meshes(
             fitting.append(MeshChoice(mesh.shape, candidate))
     fitting.sort(key=lambda candidate: -candidate.estimate.tokens_per_second)
     distinct: list[MeshChoice] = []
-    for _, group in itertools.groupby(fitting, key=_Steps()):
+    for _, group in itertools.groupby(fitting, key=AlikeRates()):
         distinct.append(
             min(group, key=lambda candidate: sum(size > 1 for size in candidate.mesh.values()))
         )
     return distinct
 
 
-class _Steps:
+class AlikeRates:
     """Groups descending rates that are within ALIKE of the first of their group."""
 
     def __init__(self) -> None:
