@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families_added import FAMILIES
+from tiny_models import HYBRID, MAMBA, SIZES
 from toy_run import save_model
 
 from jaxtrain.adapters.slotted import NO_ADAPTER, SlottedLoRA
@@ -19,6 +21,9 @@ from jaxtrain.generation.local.adapter_slots import AdapterSlots
 from jaxtrain.generation.local.scoring import score_text
 from jaxtrain.generation.local.shared_base import lay_out
 
+KINDS = {"qwen3_5": "linear", "nemotron_h": "mamba", "lfm2": "conv", "olmo_hybrid": "linear"}
+"""Part of the paths of recurrent layers."""
+RECURRENT = {**FAMILIES, **HYBRID, **MAMBA}
 GREEDY = Sampling(max_new_tokens=12, temperature=0.0)
 PROMPT = [5, 6, 7, 8, 9, 10, 11]
 
@@ -135,6 +140,29 @@ def test_one_batch_draws_what_each_adapter_alone_draws(base):
     for slot, (_, scores) in zip(loaded, alone, strict=True):
         ours = score_text(sampler, PROMPT, adapter=slot)[0]
         np.testing.assert_allclose(ours[1:], scores[1:], atol=2e-5)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if name == "qwen3_5" else pytest.mark.thorough)
+        for name in KINDS
+    ],
+)
+def test_recurrent_layers_have_slots(name, tmp_path):
+    save_model(tmp_path, **(SIZES | {"vocab_size": 512, "architectures": None} | RECURRENT[name]))
+    base = Model(tmp_path)
+    one, two = draw_adapter(base, 8, 0), draw_adapter(base, 3, 1)
+    sampler = open_sampler(base, prefixes=4)
+    held = AdapterSlots(sampler, 2)
+    assert any(path.startswith("stack.") and KINDS[name] in path for path in one[0].slots)
+    loaded = [NO_ADAPTER, held.load(*one), held.load(*two)]
+    requests = [request(sampler, slot) for slot in loaded * 2]
+    run(sampler)
+    alone = [open_sampler(base).generate([PROMPT], GREEDY)[0]]
+    alone += [draw_alone(base, *pair)[0] for pair in (one, two)]
+    for asked, answer in zip(requests, alone * 2, strict=True):
+        check(asked.completion, answer)
 
 
 @pytest.mark.slow  # compiles samplers

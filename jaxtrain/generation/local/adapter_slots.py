@@ -24,8 +24,9 @@ from jaxtrain.generation.engine import Completion, Likely, Sampling
 from jaxtrain.generation.local.engine import LocalEngine
 from jaxtrain.generation.local.requests import Requests
 from jaxtrain.generation.local.sampler import LocalSampler
-from jaxtrain.layers.attention import Attention
 from jaxtrain.layers.linear import ExpertLinear, Linear
+from jaxtrain.layers.mixer import Mixer
+from jaxtrain.layers.mla import LatentAttention
 from jaxtrain.layers.mlp import MLP
 from jaxtrain.models.parameters import Params, Rebuild, split_model
 
@@ -141,8 +142,8 @@ class AdapterSlots:
         linear = self._nodes.get(name)
         layer = self._nodes.get(name.rpartition(".")[0])
         plain = isinstance(linear, Linear) and not isinstance(linear, ExpertLinear)
-        # Latent attention, say, multiplies by parts of its matrices, the same for all rows.
-        return plain and isinstance(layer, Attention | MLP)
+        # Latent attention multiplies by parts of its matrices, the same for all rows.
+        return plain and isinstance(layer, Mixer | MLP) and not isinstance(layer, LatentAttention)
 
     def _grow(self, new: Mapping[str, Factors]) -> None:
         """Make room for the matrices and the ranks of an adapter."""
