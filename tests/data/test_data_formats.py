@@ -19,7 +19,10 @@ from jaxtrain.errors import UserError
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("JAXTRAIN_TEST_DATA", ROOT.parent / "shared" / "data"))
 HEADER = "<|im_start|>assistant\n"
-UNKNOWN = "malformed row: unknown role 'wizard'; known are system, developer, user, assistant, tool"
+UNKNOWN = (
+    "malformed row: unknown role 'wizard'; known are system, developer, user, assistant, tool"
+    " (a dataset's roles translates others)"
+)
 
 
 def tokenize(tokenizer, row, length=512, too_long="drop", **dataset):
@@ -189,6 +192,8 @@ def test_alpaca(tokenizer, provided, as_chat):
     assert trained(tokenizer, sample) == ["done<|im_end|>"]
     assert ("data" in text) == (provided == "data") and "None" not in text
     assert ("### Response:\n" in text) is not as_chat and (HEADER in text) is as_chat
+    [sample] = tokenize(tokenizer, {**row, "history": [["q", "a"]]})
+    assert trained(tokenizer, sample) == ["a<|im_end|>", "done<|im_end|>"]
 
 
 def test_input_output(tokenizer):

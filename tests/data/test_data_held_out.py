@@ -38,6 +38,8 @@ def chat(question, answer):
         (lambda q, a: {"messages": json.dumps(chat(q, a)["messages"])}, {}),  # of a CSV file
         (lambda q, a: {"question": q, "completion": a}, {"fields": {"prompt": "question"}}),
         (lambda q, a: {"instruction": "do", "input": q, "output": a}, {}),
+        (lambda q, a: {"question": a, **chat(q, a)}, {}),  # messages are what is read
+        (lambda q, a: {"question": q, "chosen": chat(q, a)["messages"][1:], "rejected": "no"}, {}),
         (
             lambda q, a: {
                 "conversations": [{"from": "human", "value": q}, {"from": "x", "value": a}]

@@ -190,6 +190,9 @@ def test_labels(tokenizer):
     three = {"prompt": TALK, "completions": ["a", "b", "c"], "scores": [1, 2, 3]}
     (_, answers), ranked = only(tokenizer, three, want="labels", pairing="all")
     assert ranked.labels == (False, True) and [a[0] for a in answers] == ["a", "c"]
+    text = {**label, "label": "yes"}
+    refused = ["malformed row: a label is 'yes', not true, false, 1 or 0"]
+    assert reasons(tokenizer, text, want="labels") == refused
     assert reasons(tokenizer, label) == ["malformed row: a label where answers are to be compared"]
 
 

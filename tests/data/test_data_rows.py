@@ -71,6 +71,11 @@ def test_a_turn_whose_flag_is_false_does_not_train(tokenizer, key):
         ({"content": "a", "weight": 0.5}, "weight is 0.5"),
         ({"content": "a", "images": ["x.png"]}, "images: only text is read"),
         ({"content": [{"type": "image_url", "image_url": "x"}]}, "part of type 'image_url'"),
+        ({"content": [{"text": None}]}, "not a part without type"),
+        (
+            {"role": "User", "content": "a"},
+            r"unknown role 'User'; .* \(a dataset's roles translates",
+        ),
         ({"content": "a", "train_detail": [1]}, "train_detail"),
         ({"text": "a"}, "without content"),
         ({"content": None}, "without content"),
@@ -87,6 +92,7 @@ def test_messages_that_are_refused(message, reason):
     [
         ({"messages": [ASK], "conversations": [{**ASK, "content": "b"}]}, "columns messages and"),
         ({"messages": [ASK], "tools": [CALL], "functions": [{"name": "b"}]}, "tools and functions"),
+        ({"messages": [{**ASK, "value": "b"}]}, "malformed row: content and value differ"),
         ({"messages": [ASK], "images": ["x.png"]}, "column images: only text is read"),
         ({"messages": [ASK], "loss_mask": [1, 0]}, "loss_mask must have a flag for each message"),
         ({"messages": [ASK], "chat_template_kwargs": {"tools": []}}, "sets tools"),
@@ -271,8 +277,22 @@ def test_raw_prompts_have_nothing_that_a_template_writes(tokenizer, extra):
         read_rollout(tokenizer, {"prompt": "hi", **extra}, raw=True)
 
 
-def test_a_refusal_is_the_answer(tokenizer):
-    refusal = {"role": "assistant", "content": None, "refusal": "No."}
+@pytest.mark.parametrize("key", ["thinking", "reasoning_content", "tool_calls"])
+def test_thoughts_and_calls_of_others_than_the_assistant_are_reported(tokenizer, key):
+    """No template writes them."""
+    asked = {**ASK, key: [{"function": CALL}] if key == "tool_calls" else "T"}
+    assert read_messages([asked]) == [ASK]
+    _, notes = read(tokenizer, {"messages": [asked, {"role": "assistant", "content": "a"}]})
+    expected = ["thoughts or tool calls of the role 'user'"]
+    assert notes == expected == list(read_rollout(tokenizer, {"prompt": [asked]})[1])
+
+
+@pytest.mark.parametrize(
+    "said",
+    [{"content": None, "refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}],
+)
+def test_a_refusal_is_the_answer(tokenizer, said):
+    refusal = {"role": "assistant", **said}
     [text], notes = read(tokenizer, {"messages": [ASK, refusal]})
     assert "⟦No.<|im_end|>⟧" in text and not notes
 

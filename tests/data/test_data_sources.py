@@ -164,6 +164,10 @@ def test_an_empty_shard_has_no_rows(tmp_path):
         (tmp_path / name).touch()
     for path in (tmp_path, f"{tmp_path}/*.jsonl"):
         assert len(opened(path)) == len(list(opened(path, streaming=True))) == 5
+    none = tmp_path / "none.parquet"  # as Spark writes partitions without rows
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], "string")}), none)
+    with pytest.raises(UserError, match="none.parquet is empty: it has no rows"):
+        opened(none)
     with pytest.raises(UserError, match="is empty"):
         opened(f"{tmp_path}/[0z].jsonl")
 

@@ -176,8 +176,14 @@ class MessageReader:
             role, content, calls = "assistant", "", self._calls("function_call", content)
         elif role not in ACCEPTED:
             known = ", ".join(ACCEPTED)
-            raise MalformedRow(f"unknown role {show(role, 40)}; known are {known}")
+            raise MalformedRow(
+                f"unknown role {show(role, 40)}; known are {known} (a dataset's roles translates"
+                " others)"
+            )
         message: Message = {"role": role, "content": content}
+        if role != "assistant" and (thought or part_thought or calls):
+            self.unread.add(f"thoughts or tool calls of the role {show(role, 40)}")
+            thought = part_thought = calls = None
         if thought or part_thought:
             message["reasoning_content"] = thought or part_thought
         if calls:
@@ -231,12 +237,11 @@ class MessageReader:
                     keys = ("type", *self.images.keys)
                 elif kind in ("thinking", "reasoning"):
                     thoughts.append(read_thought(kind, part.get(kind, part.get("text"))))
-                elif isinstance(part.get("text"), str):
-                    texts.append(part["text"])
+                elif isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
+                    texts.append(text)
                 else:
-                    raise MalformedRow(
-                        f"only text content is supported, not a part of type {show(kind, 40)}"
-                    )
+                    described = f"of type {show(kind, 40)}" if "type" in part else "without type"
+                    raise MalformedRow(f"only text content is supported, not a part {described}")
                 self._note_keys(part, keys, "content part key")
             elif part is value:
                 raise MalformedRow(f"content is {name_type(value)}, not a text")

@@ -22,6 +22,8 @@ Write = Callable[[Any, Any], list[str]]
 
 THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Tags around a thought within a content."""
+SCHEMAS = ("parameters", "input_schema")
+"""Keys of a tool's parameters; the second is Anthropic's."""
 MAX_SHAPES = 4096
 MAX_ALONE = 64
 """Parts of one conversation that are changed alone."""
@@ -154,9 +156,9 @@ def _list_parts(
     for number, tool in enumerate(tools or ()):
         within = ("tools", number, *(("function",) if "function" in tool else ()))
         function = tool.get("function", tool)
-        for key in ("name", "description", "parameters"):
+        for key in ("name", "description", *SCHEMAS):
             value = function.get(key)
-            if isinstance(value, Mapping) and key == "parameters":
+            if isinstance(value, Mapping) and key in SCHEMAS:
                 value = value.get("properties")
             if value:
                 yield Part("tools", (*within, key))
@@ -229,7 +231,7 @@ def _try(messages: Any, tools: Any, words: Mapping[Part, str], write: Write) -> 
 def _change(value: Any, word: str, key: str, tag: str) -> Any:
     if isinstance(value, str):
         return value.replace(tag, tag + word, 1) if tag else value + word
-    if key == "parameters":
+    if key in SCHEMAS:
         new = {word: {"type": "string", "description": word}}
         return {**value, "properties": {**value["properties"], **new}}
     return {**value, word: word}

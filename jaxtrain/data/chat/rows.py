@@ -392,7 +392,7 @@ class Row:
         try:
             return pick(self.columns, names, self._read, read)
         except MalformedRow as error:
-            if str(error).endswith(" differ"):
+            if str(error).endswith(" differ") and not error.location:
                 raise MalformedRow(f"columns {error}") from None
             raise
 

@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from jaxtrain.config.data import DatasetConfig
-from jaxtrain.data.chat.messages import MalformedRow, check_values, is_empty
+from jaxtrain.data.chat.messages import MalformedRow, check_values, is_empty, read_flag
 from jaxtrain.data.chat.rows import CONTEXT, MESSAGES, Row
 from jaxtrain.data.chat.template import context_spans
 from jaxtrain.data.chat.tokenize import continue_turn
@@ -39,7 +39,7 @@ from jaxtrain.data.formats import (
 )
 from jaxtrain.data.packing.tree import Image
 from jaxtrain.errors import UserError
-from jaxtrain.text_safety import name_type, show
+from jaxtrain.text_safety import show
 
 Messages = list[dict[str, Any]]
 Text = str | Messages
@@ -156,7 +156,7 @@ class PreferenceRowReader:
 
     def _labels(self) -> PreferenceRow:
         row = self.row
-        label = _boolean(row.get(*LABELS))
+        label = read_flag("a label", row.get(*LABELS))
         completion = row.get(*ANSWERS)
         if completion is None:
             messages = row.messages() or []
@@ -467,9 +467,3 @@ def _number(value: Any) -> float | None:
     """Return a number of usable size, also one written as text; None for anything else."""
     number = read_number(value)
     return number if number is not None and abs(number) < 1e9 else None
-
-
-def _boolean(value: Any) -> bool:
-    if isinstance(value, bool) or (isinstance(value, int | float) and value in (0, 1)):
-        return bool(value)
-    raise MalformedRow(f"a label is {name_type(value)}, not true or false")

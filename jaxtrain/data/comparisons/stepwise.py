@@ -16,7 +16,7 @@ from typing_extensions import override
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat import template
 from jaxtrain.data.chat.control_tokens import encoder_of
-from jaxtrain.data.chat.messages import MalformedRow, check_values
+from jaxtrain.data.chat.messages import MalformedRow, check_values, read_flag
 from jaxtrain.data.chat.prompt import prompt_tokens, read_prompt
 from jaxtrain.data.chat.rows import Row
 from jaxtrain.data.chat.tokenize import open_images, open_row_images
@@ -28,7 +28,6 @@ from jaxtrain.data.sample import Dropped, RowNote, note_unread
 from jaxtrain.data.sources.dataset import open_rows
 from jaxtrain.data.sources.readers import MixturePart
 from jaxtrain.errors import UserError
-from jaxtrain.text_safety import show
 
 STEP, LABEL = "step", "label"
 """Component of weights: 1 on a labeled token; stream: its class, 0 wrong and 1 right."""
@@ -173,7 +172,7 @@ class StepwiseReader:
         if labels is not None:
             if not isinstance(labels, list) or len(labels) != len(steps):
                 raise MalformedRow("column labels must have a label for each of the completions")
-            labels = [read_label(label) for label in labels]
+            labels = [int(read_flag("a label", label)) for label in labels]
         tokens = [[*self.encoder.text(step), *self.separator] for step in steps]
         return *self._prompt(row), tokens, labels
 
@@ -232,15 +231,6 @@ class StepwiseReader:
             images = join_images([(placed, len(prompt))], len(tokens))
         node = Node(-1, tokens, {STEP: weights}, {LABEL: label}, images=images)
         return Tree((node,), origin=origin)
-
-
-def read_label(value: Any) -> int:
-    """Return 1 for a right step, 0 for a wrong one; MalformedRow for anything else."""
-    if value is True or (type(value) in (int, float) and value == 1):
-        return 1
-    if value is False or (type(value) in (int, float) and value == 0):
-        return 0
-    raise MalformedRow(f"a label is {show(value)}, not true, false, 1 or 0")
 
 
 ALLOWED = (*COLUMNS, "messages")

@@ -39,19 +39,17 @@ def question_of(row: Mapping[str, Any], dataset: DatasetConfig) -> Any:
     def column(name: str) -> Any:
         return row.get(dataset.fields.get(name, name))
 
-    for name in ("prompt", "question"):
-        if column(name):
-            return column(name)
-    if column("instruction"):
-        return [column(name) for name in ("instruction", "input", "system")]
-    for name in (*MESSAGES, "chosen"):
-        try:
-            messages = parse_messages(name, column(name), dataset.fields)
-        except MalformedRow:  # the row is dropped when it is read
-            continue
-        if isinstance(messages, list):
-            return _before_answer(messages, dataset) or row
-    return column("input") or row
+    for name in ("prompt", *MESSAGES, "question", "instruction", "chosen", "input"):
+        value = column(name)
+        if name in (*MESSAGES, "chosen"):
+            try:
+                messages = parse_messages(name, value, dataset.fields)
+            except MalformedRow:  # the row is dropped when it is read
+                continue
+            value = _before_answer(messages, dataset) if isinstance(messages, list) else None
+        if value:
+            return [value, column("input"), column("system")] if name == "instruction" else value
+    return row
 
 
 def _before_answer(messages: list[Any], dataset: DatasetConfig) -> list[Any]:

@@ -116,11 +116,15 @@ def open_parquet(path: str) -> TableRows:
     holds: a replaced file is read anew.
     """
     from datasets import Dataset
+    from pyarrow import parquet
 
     try:
-        table = Dataset.from_parquet(path, config_name=digest_file(path))
+        empty = parquet.read_metadata(path).num_rows == 0  # datasets logs lines of its depths
+        table = None if empty else Dataset.from_parquet(path, config_name=digest_file(path))
     except Exception as error:  # libraries raise anything for a damaged file
         raise UserError(f"{path} is not a readable parquet file: {_reason(error)}") from error
+    if table is None:
+        raise UserError(f"{path} is empty: it has no rows")
     return TableRows(table, Path(path).name)
 
 
