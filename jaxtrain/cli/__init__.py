@@ -37,7 +37,9 @@ VERBS = {
         "--config FILE", "tokenize, validate, show samples", "cli.preprocess:run_preprocess"
     ),
     "capture": Verb(
-        "--config FILE", "states of a draft's target, onto disk", "cli.capture:run_capture"
+        "--config FILE",
+        "states of a draft's target, onto disk or over HTTP",
+        "cli.capture:run_capture",
     ),
     "eval": Verb("RUN | --config FILE", "held-out loss, problems answered", "cli.eval:run_eval"),
     "compare": Verb(

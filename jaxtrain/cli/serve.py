@@ -8,7 +8,6 @@ thread: a newer checkpoint is read ──> replaces the weights between two requ
 import argparse
 import asyncio
 import os
-import signal
 import sys
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.arguments import Parser, add_model, expand_path
+from jaxtrain.cli.listen import HOST, KEY_VARIABLE, add_key_file, listening, read_key, require_key
 from jaxtrain.errors import UserError
-from jaxtrain.safe_io import read_text
 from jaxtrain.text_safety import show
 
 if TYPE_CHECKING:
@@ -28,8 +27,6 @@ if TYPE_CHECKING:
     from jaxtrain.generation.serving.answerer import ServedModel
     from jaxtrain.training_api.routes import TrainingApi
 
-KEY_VARIABLE = "JAXTRAIN_API_KEY"
-MAX_KEY = 4096
 POLL_SECONDS = 5.0
 """Between two looks for a newer checkpoint."""
 
@@ -38,14 +35,10 @@ def run_serve(argv: list[str]) -> None:
     """Answer requests in OpenAI's form with a run's newest checkpoint or a Hugging Face model."""
     parser = Parser("jaxtrain serve", description=run_serve.__doc__)
     add_model(parser, "section.key=value, such as model.compute_dtype=bfloat16")
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--host", default=HOST, help="address to listen on")
     parser.add_argument("--port", type=int, default=8000, help="0: any free one")
     parser.add_argument("--served-model-name", help="its name in requests; default: the folder's")
-    parser.add_argument(
-        "--api-key-file",
-        type=expand_path,
-        help=f"file of the key that requests must carry; or the variable {KEY_VARIABLE}",
-    )
+    add_key_file(parser)
     parser.add_argument(
         "--max-model-len",
         type=int,
@@ -122,30 +115,6 @@ def run_serve(argv: list[str]) -> None:
         asyncio.run(serve(args, model, key, thread, adapters))
 
 
-def read_key(file: Path | None) -> str | None:
-    """Return the key that requests must carry; None: none. UserError for an empty file."""
-    if file is None:
-        return os.environ.get(KEY_VARIABLE) or None
-    try:
-        key = read_text(file, MAX_KEY).strip()
-    except (OSError, ValueError) as error:
-        raise UserError(f"--api-key-file {file} cannot be read: {error}") from None
-    if not key:
-        raise UserError(f"--api-key-file {file} is empty")
-    return key
-
-
-def require_key(host: str, key: str | None) -> None:
-    """Raise UserError where other machines could ask without a key."""
-    from jaxtrain.environments.endpoint_app import LOOPBACK
-
-    if host not in LOOPBACK and key is None:
-        raise UserError(
-            f"serve: --host {host} lets other machines ask, so requests need a key: set"
-            f" {KEY_VARIABLE}, or name a file with --api-key-file"
-        )
-
-
 def read_adapters(args: argparse.Namespace, key: str | None) -> dict[str, str]:
     """Return the folders of --lora by name; UserError."""
     adapters: dict[str, str] = {}
@@ -213,23 +182,12 @@ async def serve(
     del served_models
     app = EndpointApp(routes, key, public)
     try:
-        port = await app.listen(args.host, args.port)
-    except OSError as error:
-        raise UserError(
-            f"serve: {args.host}:{args.port} cannot be listened on: {error.strerror or error};"
-            " give another --port, or 0 for any free one"
-        ) from None
-    ended = asyncio.Event()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        asyncio.get_running_loop().add_signal_handler(number, ended.set)
-    host = f"[{args.host}]" if ":" in args.host else args.host
-    print(f"serving {names} ({models[0].version}) at http://{host}:{port}/v1", flush=True)
-    following = asyncio.ensure_future(follow(model, models, engines))
-    try:
-        await ended.wait()
+        async with listening(app, args.host, args.port) as (url, ended):
+            print(f"serving {names} ({models[0].version}) at {url}/v1", flush=True)
+            following = asyncio.ensure_future(follow(model, models, engines))
+            await ended.wait()
+            following.cancel()
     finally:
-        following.cancel()
-        await app.close()
         if training is not None:
             await training.close()
         for engine in {*engines, *(served.engine for served in answerer.models.values())}:

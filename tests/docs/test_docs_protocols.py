@@ -10,6 +10,7 @@ from jaxtrain.generation.ray.service import RolloutService
 from jaxtrain.generation.ray.worker import EpisodeWorker
 from jaxtrain.generation.vllm import control
 from jaxtrain.generation.weight_sync import weight_links
+from jaxtrain.methods.drafts import state_server
 from jaxtrain_vllm import adapter_store, guard, handshake, listener, payloads, wire
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +74,16 @@ def test_routes_of_the_policy_endpoint():
     messages = routes_of("The policy endpoint")
     assert messages == set(routes)
     assert f"is at most {endpoint_app.MAX_BYTES >> 20} MiB (413)" in PAGE
+
+
+def test_routes_of_a_drafts_target():
+    routes = set(re.findall(r'Route\("(\w+)", (\w+)', Path(state_server.__file__).read_text()))
+    paths = {(method, getattr(state_server, name)) for method, name in routes}
+    assert routes_of("The target of a draft") == paths
+    section = SECTIONS["The target of a draft"]
+    assert f"an answer {state_server.MAX_STATE_BYTES >> 30} GiB" in section
+    assert f"at most {state_server.MAX_WAITING} requests wait" in section
+    assert f"request is at most {endpoint_app.MAX_BYTES >> 20} MiB" in section
 
 
 def test_calls_of_the_rollout_service():

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from serving_toy import WatchedScript, serving
 
-from jaxtrain.cli.serve import read_key, require_key
+from jaxtrain.cli.listen import read_key, require_key
 from jaxtrain.data.sources.calculator import TOOLS
 from jaxtrain.environments.text_stream import Detokenizer, TextStream
 from jaxtrain.errors import UserError

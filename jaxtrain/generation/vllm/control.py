@@ -11,6 +11,7 @@ import os
 import threading
 import time
 import urllib.parse
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from jaxtrain.text_safety import split_login
@@ -81,6 +82,27 @@ def call(
     if query:
         path = f"{path}?{urllib.parse.urlencode(query)}"
     data = None if body is None else json.dumps(body).encode()
+    fields = headers(url, api_key)
+    with exchange(url, method, path, data, fields, timeout=timeout) as answer:
+        raw = answer.read(MAX_ANSWER_BYTES)
+    try:
+        return json.loads(raw) if raw.strip() else None
+    except (ValueError, RecursionError):
+        return raw.decode(errors="replace")
+
+
+@contextlib.contextmanager
+def exchange(
+    url: str,
+    method: str,
+    path: str,
+    data: bytes | None,
+    fields: Mapping[str, str],
+    *,
+    timeout: float,
+) -> Iterator[http.client.HTTPResponse]:
+    """Send a request and yield the answer, whose body may be read; raises as `call` does, also for
+    errors within the context. fields: headers. timeout: seconds until the end of the context."""
     late = ServerGone(f"{path} was not answered within {timeout:.3g} s")
     if timeout <= 0:
         raise late
@@ -94,9 +116,11 @@ def call(
             # A socket's timeout counts from byte to byte: a server that sends one now and then
             # would never exceed it.
             with cut_after(timeout, connection.sock, expired):
-                connection.request(method, f"{base.path}{path}", data, headers(url, api_key))
+                connection.request(method, f"{base.path}{path}", data, dict(fields))
                 answer = connection.getresponse()
-                raw = answer.read(MAX_ANSWER_BYTES)
+                if not 200 <= answer.status < 300:
+                    raise ServerRefused(answer.status, explain(answer.read(MAX_ANSWER_BYTES)))
+                yield answer
     except (OSError, http.client.HTTPException, ValueError) as error:
         # The cut socket raises whatever the read was doing; the reason is the limit.
         if expired.is_set() or isinstance(error, TimeoutError):
@@ -108,12 +132,6 @@ def call(
         raise ServerGone(f"{path}: {error!r}") from None
     if expired.is_set():
         raise late
-    if not 200 <= answer.status < 300:
-        raise ServerRefused(answer.status, explain(raw))
-    try:
-        return json.loads(raw) if raw.strip() else None
-    except (ValueError, RecursionError):
-        return raw.decode(errors="replace")
 
 
 def explain(raw: bytes, longest: int = 400) -> str:

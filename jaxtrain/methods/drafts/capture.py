@@ -1,8 +1,11 @@
 """Run a target for its states alone, on a mesh of its own or on that of the training."""
 
 import functools
+import hashlib
+import json
 import threading
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -13,6 +16,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.core.bundle import ModelBundle
 from jaxtrain.core.weights import abstract_params, open_params
 from jaxtrain.distributed.feed import feed, row_shards
+from jaxtrain.huggingface.packed import fingerprint
 from jaxtrain.methods.drafts.target_states import LAST, STATES, run_target
 from jaxtrain.models.parameters import Params, Rebuild
 
@@ -29,7 +33,7 @@ class FrozenTarget:
         self.bundle, self.layers, self.last = bundle, tuple(layers), last
         self._seed = seed
         self._params: Params | None = None
-        self._run: Callable[[Params, Batch], States] | None = None
+        self._rebuild: Rebuild | None = None
         self._launch = threading.Lock()
 
     @property
@@ -44,20 +48,49 @@ class FrozenTarget:
         """Read or draw the weights, once."""
         if self._params is None:
             self._params = open_params(self.bundle, self._seed)
-            rebuild = abstract_params(self.bundle)[1]
-            self._run = make_capture(rebuild, self.layers, self.last)
+            self._rebuild = abstract_params(self.bundle)[1]
 
     def __call__(self, batch: Batch) -> States:
-        """Return the states of a host batch's tokens, on the target's mesh, possibly still being
-        computed. Rows are padded to a multiple of the devices; the added ones are meaningless.
-        Thread-safe."""
+        """Return the states of a host batch's tokens, as `capture` does."""
+        return self.capture(batch, self.layers, last=self.last)
+
+    def capture(self, batch: Batch, layers: tuple[int, ...], *, last: bool) -> States:
+        """Return the states of any layers for a host batch's tokens, on the target's mesh, possibly
+        still being computed. Rows are padded to a multiple of the devices; the added ones are
+        meaningless. Thread-safe."""
         mesh = self.bundle.mesh
         bare = batch._replace(weights={}, streams={}, denoms={})
         # Programs of several devices must reach all of them in one order.
         with self._launch, jax.set_mesh(mesh):
             self.open()
-            assert self._params is not None and self._run is not None
-            return self._run(self._params, feed(pad_rows(bare, row_shards(mesh)), mesh))
+            assert self._params is not None and self._rebuild is not None
+            run = make_capture(self._rebuild, layers, last)
+            return run(self._params, feed(pad_rows(bare, row_shards(mesh)), mesh))
+
+    def identify(self) -> dict[str, Any]:
+        """Return everything that states depend on besides tokens and layers, as JSON."""
+        bundle = self.bundle
+        weights = ["random", self._seed]
+        description: dict[str, Any] = {
+            "weights": digest(weights) if bundle.folder is None else fingerprint(bundle.folder),
+            "architecture": digest(bundle.architecture.to_hf()),
+            "dtype": bundle.options["dtype"],
+            "stored_dtype": bundle.options["param_dtype"],
+        }
+        adapter = bundle.adapter
+        if adapter is not None:
+            description["quantize"] = adapter.quantize
+            if adapter.source is not None:
+                files = sorted(Path(adapter.source).glob("adapter_*"))
+                description["adapter"] = digest(
+                    [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
+                )
+        return {"quantize": "none", "adapter": "none", **description}
+
+
+def digest(value: Any) -> str:
+    """Return the sha256 of a value of JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 @functools.lru_cache(maxsize=8)

@@ -72,10 +72,10 @@ UNUSED_IN_REFRESH = {
 class TargetConfig(Section):
     """The source of the target's states."""
 
-    source: Annotated[Literal["step", "ahead", "disk"], RESUMABLE] = "step"
+    source: Annotated[Literal["step", "ahead", "server", "disk"], RESUMABLE] = "step"
     """step: the target runs in the training step itself. ahead: on devices of its own, a few
-    batches before they are trained. disk: `jaxtrain capture` wrote them to path; no layer of the
-    target is run."""
+    batches before they are trained. server: likewise, in processes of `jaxtrain capture`, here or
+    on other hosts. disk: `jaxtrain capture` wrote them to path; no layer of the target is run."""
     devices: Annotated[int, RESUMABLE] = Field(1, ge=1, le=ROWS)
     """ahead: devices of this process, the last ones, that run the target; section parallel is about
     the others. They split its weights and the rows."""
@@ -84,8 +84,14 @@ class TargetConfig(Section):
     expert: Annotated[int, RESUMABLE] = Field(1, ge=1, le=ROWS)
     """ahead: of these devices, how many split the experts of a mixture."""
     queue: Annotated[int, RESUMABLE] = Field(2, ge=1, le=1024)
-    """ahead and disk: batches whose states wait, or are being made, on the devices that train; two
-    more are in training at most."""
+    """ahead, server and disk: batches whose states wait, or are being made, on the devices that
+    train; two more are in training at most."""
+    servers: Annotated[list[str], RESUMABLE] = []
+    """server: URLs of `jaxtrain capture` with this config, ["http://127.0.0.1:8100"]. They share
+    the rows of each batch."""
+    api_key: Annotated[str | None, RESUMABLE] = None
+    """server: sent with every request: "$NAME" is that environment variable. Unset: that of
+    JAXTRAIN_API_KEY, where it is set."""
     path: Annotated[Place | None, RESUMABLE] = None
     """disk: the folder of the states."""
     quantize: Literal["none", "nf4", "int8"] = "none"
@@ -242,7 +248,9 @@ def find_target_conflicts(target: TargetConfig, adapter: Any) -> Iterator[str]:
     """Yield one sentence for each key of the target that is missing or has no effect."""
     readers = {
         **dict.fromkeys(("devices", "tensor", "expert"), ("ahead",)),
-        "queue": ("ahead", "disk"),
+        "queue": ("ahead", "server", "disk"),
+        "servers": ("server",),
+        "api_key": ("server",),
         "path": ("disk",),
     }
     for key in target.model_dump(exclude_defaults=True):
@@ -254,6 +262,9 @@ def find_target_conflicts(target: TargetConfig, adapter: Any) -> Iterator[str]:
             )
     if target.source == "disk" and target.path is None:
         yield 'task.target.source "disk" needs task.target.path, the folder of the states'
+    for url in target.servers:
+        if not url.startswith(("http://", "https://")):
+            yield f"task.target.servers: {url!r} is no URL; write http://host:port"
     if target.devices % (target.tensor * target.expert):
         yield (
             f"task.target.devices {target.devices} is not a multiple of tensor x expert"

@@ -81,8 +81,8 @@ class DraftData(OfflineData):
     @override
     def check(self) -> Iterator[str]:
         yield from super().check()
-        if isinstance(self.stage, StoredStates):
-            yield self.stage.check(self)
+        if self.stage is not None and (line := self.stage.check(self)):
+            yield line
 
     @override
     def open(self, bundle: ModelBundle, log: Callable[[str], None]) -> OfflineRounds:

@@ -21,7 +21,7 @@ from typing_extensions import override
 from jaxtrain.batch import Batch
 from jaxtrain.core.task import TrainingContext
 from jaxtrain.errors import Interrupted
-from jaxtrain.methods.offline import OfflineRounds
+from jaxtrain.methods.offline import OfflineData, OfflineRounds
 
 PATIENCE = 0.2
 """Seconds between two checks for a stop request."""
@@ -44,6 +44,11 @@ class CaptureStage(Protocol):
     def fill(self, batch: Batch) -> Batch:
         """Return the host batch with states as streams, which may still be in transfer to the
         training devices. Thread-safe."""
+        ...
+
+    def check(self, data: OfflineData) -> str:
+        """Return a line for the start of a run, "" for none. Raises UserError if the states are not
+        those of this target and data."""
         ...
 
     def describe(self, row_tokens: int) -> str:

@@ -25,7 +25,6 @@ from jaxtrain.data.sources.readers import is_stream
 from jaxtrain.distributed.broadcast import broadcast_or_raise
 from jaxtrain.distributed.feed import place_of, put, to_host
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.packed import fingerprint
 from jaxtrain.methods.drafts.capture import FrozenTarget
 from jaxtrain.methods.drafts.config import DraftTask
 from jaxtrain.methods.drafts.state_store import (
@@ -119,25 +118,8 @@ class StoredStates:
 
     def identify(self) -> dict[str, Any]:
         """Return everything that states depend on besides tokens."""
-        bundle, config = self.target.bundle, self.config
-        weights = ["random", config.run.seed]
-        description: dict[str, Any] = {
-            "weights": _digest(weights) if bundle.folder is None else fingerprint(bundle.folder),
-            "architecture": _digest(bundle.architecture.to_hf()),
-            "layers": list(self.target.layers),
-            "dtype": bundle.options["dtype"],
-            "stored_dtype": bundle.options["param_dtype"],
-            "widths": self.widths,
-        }
-        adapter = bundle.adapter
-        if adapter is not None:
-            description["quantize"] = adapter.quantize
-            if adapter.source is not None:
-                files = sorted(Path(adapter.source).glob("adapter_*"))
-                description["adapter"] = _digest(
-                    [hashlib.sha256(file.read_bytes()).hexdigest() for file in files]
-                )
-        return {"quantize": "none", "adapter": "none", **description}
+        about = self.target.identify()
+        return {**about, "layers": list(self.target.layers), "widths": self.widths}
 
     def digests(self, data: OfflineData) -> dict[str, DatasetConfig]:
         """Return {digest of its content: dataset} of all datasets that train or are held out."""
@@ -268,7 +250,3 @@ def local_rows(batch: Batch, mesh: Mesh) -> set[int]:
 def format_size(size: int) -> str:
     """Format bytes for people."""
     return f"{size / GIB:,.2f} GiB" if size >= GIB else f"{size / 2**20:,.1f} MiB"
-
-
-def _digest(value: Any) -> str:
-    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,7 +1,7 @@
 """Sources of a draft's target states other than the training step (see config.py).
 
 ahead   its own devices ── move, device to device ──┐
-                                                    ├─> streams on the devices that train
+server  remote_states.py ── fed like any batch ─────┼─> streams on the devices that train
 disk    stored_states.py ── fed like any batch ─────┘
 """
 
@@ -22,7 +22,9 @@ from jaxtrain.methods.drafts.capture import FrozenTarget
 from jaxtrain.methods.drafts.config import DraftTask
 from jaxtrain.methods.drafts.draft_model import move_target
 from jaxtrain.methods.drafts.prefetch import CaptureStage
+from jaxtrain.methods.drafts.remote_states import RemoteStates
 from jaxtrain.methods.drafts.stored_states import StoredStates
+from jaxtrain.methods.offline import OfflineData
 from jaxtrain.models.draft import BaseDraftConfig
 
 WORTH = 1.05
@@ -50,6 +52,10 @@ class OtherDevices:
             shape = (*batch.tokens.shape, states.shape[-1])
             moved[name] = move(states, place_of(shape, self.mesh), shape)
         return batch._replace(streams={**batch.streams, **moved})
+
+    def check(self, data: OfflineData) -> str:
+        """Return "": the target is that of this process."""
+        return ""
 
     def describe(self, row_tokens: int) -> str:
         """Describe the memory of weights and states."""
@@ -107,4 +113,6 @@ def open_stage(
     runs = FrozenTarget(bundle, architecture.capture, last=last, seed=config.run.seed)
     if task.target.source == "ahead":
         return OtherDevices(runs, draft.mesh)
+    if task.target.source == "server":
+        return RemoteStates(task.target, runs)
     return StoredStates(config, runs)

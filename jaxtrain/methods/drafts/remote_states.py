@@ -1,0 +1,221 @@
+"""Target states from servers in other processes, on this host or others (state_server.py).
+
+    batch ─> its rows on the devices of this process ─ a share a server ─> POST /states
+          <─ streams on the mesh <─ put <─ states [A, B, T, n]
+
+A server that is away, or busy, is asked again, or another in its place.
+"""
+
+import os
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.batch import Batch
+from jaxtrain.config.secrets import reveal, reveal_url
+from jaxtrain.distributed.feed import put
+from jaxtrain.distributed.serialization import pack, unpack
+from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.generation.engine import pause_before
+from jaxtrain.generation.vllm.control import ServerGone, ServerRefused, exchange
+from jaxtrain.methods.drafts.capture import FrozenTarget, States, pad_rows
+from jaxtrain.methods.drafts.config import TargetConfig
+from jaxtrain.methods.drafts.state_server import ABOUT_ROUTE, FORMAT, STATES_ROUTE, describe_target
+from jaxtrain.methods.drafts.state_writer import find_differences
+from jaxtrain.methods.drafts.stored_states import format_size, local_rows
+from jaxtrain.methods.offline import OfflineData
+from jaxtrain.safe_io import parse_json
+from jaxtrain.text_safety import escape_control_chars, redact_text, split_login
+
+KEY_VARIABLE = "JAXTRAIN_API_KEY"
+TRIES = 8
+"""With the pauses between them two minutes, in which a server may be started again."""
+LOOK_SECONDS = 30.0
+MAX_ABOUT_BYTES = 2**16
+ANSWER_SECONDS = 600.0
+"""Longest wait for an answer; the first one of a shape compiles a program."""
+CHUNK_BYTES = 2**30
+"""Size of states above which a server's rows are asked for in several requests."""
+KEY = "task.target.servers"
+
+
+class RemoteStates:
+    """A `prefetch.CaptureStage` that asks servers."""
+
+    name = "the target"
+
+    def __init__(
+        self,
+        section: TargetConfig,
+        target: FrozenTarget,
+        sleep: Callable[[float], None] = time.sleep,
+    ):
+        """target: the model of the states on the training mesh, which is never opened. sleep: for
+        the pauses between tries."""
+        self.target, self.mesh, self.sleep = target, target.bundle.mesh, sleep
+        self.streams = target.streams
+        if not section.servers:
+            raise UserError(
+                f'task.target.source "server" needs {KEY}: start `jaxtrain capture` with this'
+                ' config elsewhere and name its address, ["http://127.0.0.1:8100"]'
+            )
+        self.urls = [
+            reveal_url(url, f"{KEY}.{index}").rstrip("/")
+            for index, url in enumerate(section.servers)
+        ]
+        key = section.api_key and reveal({"api_key": section.api_key}, "task.target")["api_key"]
+        self.key = key or os.environ.get(KEY_VARIABLE)
+        self._about: dict[str, Any] | None = None
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """Description of the target that servers must run."""
+        if self._about is None:
+            self._about = describe_target(self.target)
+        return self._about
+
+    def check(self, data: OfflineData) -> str:
+        """Return a line about the servers. Raises UserError if one runs another target."""
+        for url in self.urls:
+            about, name = self._try(self._look, [url]), f"{KEY} {redact_text(url)}"
+            if not isinstance(about, dict) or about.get("format") != FORMAT:
+                raise UserError(
+                    f"{name} is no `jaxtrain capture` of this version of the protocol ({FORMAT});"
+                    " run one version of jaxtrain on both sides"
+                )
+            expected = {name: value for name, value in self.about.items() if name != "target"}
+            if differences := find_differences(about, expected):
+                raise UserError(
+                    f"{name} runs another target: {', '.join(differences)}. Start it with this"
+                    " run's config"
+                )
+        names = ", ".join(map(redact_text, self.urls))
+        return f"target states from {names}, where this run's target is"
+
+    def fill(self, batch: Batch) -> Batch:
+        """Ask for the states of a batch."""
+        rows = sorted(local_rows(batch, self.mesh))
+        bare = batch._replace(weights={}, owner=None, denoms={}, streams={})
+        local = take_rows(bare, rows)
+        count = min(len(rows), self._count_requests(local.tokens.size))
+        padded = pad_rows(local, count)
+        share = padded.tokens.shape[1] // count
+        parts = [
+            (slice(start, start + share), index % len(self.urls))
+            for index, start in enumerate(range(0, share * count, share))
+        ]
+        with ThreadPoolExecutor(2 * len(self.urls)) as pool:
+            answers = list(
+                pool.map(lambda part: self._ask(take_rows(padded, part[0]), part[1]), parts)
+            )
+        streams = {}
+        for name, dtype in self.streams.items():
+            states = np.zeros((*batch.tokens.shape, *dtype.shape), dtype.base)
+            for (span, _), answer in zip(parts, answers, strict=True):
+                here = rows[span]
+                states[:, here] = answer[name][:, : len(here)]
+            streams[name] = put(states, self.mesh)
+        return batch._replace(streams={**batch.streams, **streams})
+
+    def describe(self, row_tokens: int) -> str:
+        """Describe the servers and the size of a row."""
+        row = row_tokens * sum(dtype.itemsize for dtype in self.streams.values())
+        return (
+            f"target states from {len(self.urls)} servers: {format_size(row)} a row of"
+            f" {row_tokens} tokens"
+        )
+
+    def advise(self, busy: float, waiting: float) -> str:
+        """Advise another server if states come more slowly than training takes them."""
+        if busy <= waiting:
+            return ""
+        return f"States come more slowly than training takes them: add a server to {KEY}"
+
+    def _count_requests(self, tokens: int) -> int:
+        size = tokens * sum(dtype.itemsize for dtype in self.streams.values())
+        return len(self.urls) * -(-size // (CHUNK_BYTES * len(self.urls)))
+
+    def _look(self, url: str) -> Any:
+        fields = self._authorize(url)
+        with exchange(url, "GET", ABOUT_ROUTE, None, fields, timeout=LOOK_SECONDS) as answer:
+            raw = answer.read(MAX_ABOUT_BYTES)
+        try:
+            return parse_json(raw.decode())
+        except ValueError:
+            return None
+
+    def _ask(self, batch: Batch, first: int) -> States:
+        """Return the states of a batch from one of the servers, `first` if it answers."""
+        request = {
+            "target": self.about["target"],
+            "layers": list(self.target.layers),
+            "last": self.target.last,
+            "batch": batch,
+        }
+        body = b"".join(pack("states", request))
+        expected = {
+            name: (dtype.base, (*batch.tokens.shape, *dtype.shape))
+            for name, dtype in self.streams.items()
+        }
+
+        def post(url: str) -> States:
+            fields = {"Content-Type": "application/octet-stream", **self._authorize(url)}
+            with exchange(
+                url, "POST", STATES_ROUTE, body, fields, timeout=ANSWER_SECONDS
+            ) as answer:
+
+                def receive(size: int) -> bytearray:
+                    room = bytearray(size)
+                    view, seen = memoryview(room), 0
+                    while seen < size:
+                        count = answer.readinto(view[seen:])
+                        if not count:
+                            raise ConnectionError("hung up within an answer")
+                        seen += count
+                    return room
+
+                states = unpack(receive)[1]
+            kinds = {name: (value.dtype, value.shape) for name, value in states.items()}
+            if kinds != expected:
+                raise RunStopped(
+                    f"{redact_text(url)} answers with other states than it was asked for"
+                )
+            return states
+
+        return self._try(post, [*self.urls[first:], *self.urls[:first]])
+
+    def _authorize(self, url: str) -> dict[str, str]:
+        login = split_login(url)[1] or (self.key and f"Bearer {self.key}")
+        return {"Authorization": login} if login else {}
+
+    def _try(self, ask: Callable[[str], Any], urls: list[str]) -> Any:
+        """Return the answer of the first server that has one; each is asked several times."""
+        reason = ""
+        for attempt in range(TRIES * len(urls)):
+            turn, index = divmod(attempt, len(urls))
+            if turn and not index:
+                self.sleep(pause_before(turn))
+            try:
+                return ask(urls[index])
+            except ServerGone as gone:
+                reason = f"{redact_text(urls[index])}: {gone}"
+            except ServerRefused as refused:
+                reason = f"{redact_text(urls[index])}: {refused}"
+                if not refused.passes:
+                    raise UserError(
+                        f"{KEY}: {escape_control_chars(reason)}; start `jaxtrain capture` with this"
+                        " run's config there, and give both sides the same key"
+                    ) from None
+        raise RunStopped(
+            f"{KEY} did not answer {TRIES} times, the last time {escape_control_chars(reason)};"
+            " start `jaxtrain capture` with this config there and run the same command again"
+        )
+
+
+def take_rows(batch: Batch, rows: slice | list[int]) -> Batch:
+    """Return rows of the microsteps of a host batch [A, B, T]."""
+    fields = batch._asdict().items()
+    return batch._replace(**{n: v[:, rows] for n, v in fields if isinstance(v, np.ndarray)})
