@@ -133,10 +133,11 @@ def _adapter(conversion: Conversion, value: Any) -> None:
 
 def _hold_out(conversion: Conversion, value: Any) -> None:
     """Their number of rows is of all datasets together."""
-    if conversion.source.get("test_datasets") or not value:
+    if value and conversion.source.get("test_datasets"):
+        conversion.drop("test_datasets is what is held out")
         return
-    conversion.set("data.validation_split", value)
-    if value >= 1 and len(conversion.source.get("datasets") or []) > 1:
+    conversion.set("data.validation_split", value or None)
+    if value and value >= 1 and len(conversion.source.get("datasets") or []) > 1:
         conversion.log(
             "here it is so many rows of each dataset; give each its own number with held_out, or a"
             " share below 1, which is of all of them"
@@ -203,7 +204,8 @@ def _read_datasets(key: str, conversion: Conversion, value: Any) -> None:
     datasets = []
     for entry in listed(value):
         if isinstance(entry, Mapping):
-            datasets.append(_read_dataset(conversion, entry))
+            streams = {"streaming": True} if conversion.source.get("streaming") else {}
+            datasets.append(_read_dataset(conversion, {**streams, **entry}))
         else:
             conversion.miss("a dataset is a table with a path")
     conversion.set(key, [dataset for dataset in datasets if dataset])
@@ -212,11 +214,13 @@ def _read_datasets(key: str, conversion: Conversion, value: Any) -> None:
 def _read_dataset(conversion: Conversion, source: Mapping[str, Any]) -> dict[str, Any]:
     """Convert one entry; keys without a counterpart are noted with the others."""
     path, files = source.get("path"), source.get("data_files")
-    if files and path in ("json", "csv", "parquet", "arrow", "text", None):
-        path, *further_paths = listed(files)
-        for further_path in further_paths:
-            why = "a dataset here is one file or one folder"
-            conversion.missed.append(("datasets.data_files", further_path, why))
+    loads_files = path in ("json", "csv", "parquet", "arrow", "text", None)
+    further_paths = listed(files) if files else []
+    if further_paths and loads_files:
+        path, *further_paths = further_paths
+    for further_path in further_paths:
+        why = "a dataset here is one file or one folder"
+        conversion.missed.append(("datasets.data_files", further_path, why))
     dataset = Conversion(source, {"path": path})
     kind = source.get("type")
     named = {**source, **(kind if isinstance(kind, Mapping) else {})}
@@ -257,11 +261,17 @@ ANSWERS = {
     "completion": ("completion_format", "{completion}"),
 }
 """Columns of preference data, with the keys of their formats and what says nothing."""
+FORMAT_KEYS = {*PROMPTS, *(key for key, _ in ANSWERS.values()), "system_format", "system_prompt"}
+"""Keys of formats, which only a type that is a table has."""
 
 
 def _as_prompts(dataset: Conversion, kind: Any) -> None:
     """Read a type that is a table: preference data or instructions, written by formats."""
     if not isinstance(kind, Mapping):
+        for key in sorted(dataset.source.keys() & FORMAT_KEYS):
+            dataset.missed.append(
+                (f"datasets.{key}", dataset.source[key], "read in a table `type`")
+            )
         return
     dataset.run(DATASET, {k: v for k, v in kind.items() if k not in FIELDS}, "datasets.type.")
     formats: dict[str, Any] = {

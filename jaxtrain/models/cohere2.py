@@ -36,7 +36,7 @@ class Config(cohere.CohereConfig):
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> Self:
         raw = dict(raw)
-        name_layers(raw, PATTERNS, 4, (SLIDING, FULL))
+        name_layers(raw, PATTERNS[:1], 4, (SLIDING, FULL))
         return super().from_hf(raw)
 
     def layers(self) -> tuple[LayerSpec, ...]:

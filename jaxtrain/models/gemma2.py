@@ -21,7 +21,7 @@ class Config(DecoderConfig):
     norm: ClassVar[type[RMSNorm]] = ZeroCenteredRMSNorm
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "cache_implementation": ("hybrid",),
-        "hidden_act": ("gelu_pytorch_tanh",),
+        "hidden_act": (),  # transformers reads hidden_activation alone
     }
 
     block_norms: ClassVar[Mapping[str, str]] = SANDWICH_NORMS

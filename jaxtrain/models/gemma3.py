@@ -23,7 +23,8 @@ from jaxtrain.models.naming import SANDWICH_NORMS
 from jaxtrain.models.windows import FULL, SLIDING, name_layers, windowed_layers
 
 PATTERNS = ("sliding_window_pattern", "_sliding_window_pattern")
-"""Which so many-th layer sees all, in files that do not name the kind of each."""
+"""Which so many-th layer sees all, in files that do not name the kind of each. transformers writes
+the second and does not read it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,7 +105,7 @@ class Config(ImageTextConfig):
 
     @classmethod
     def read_text(cls, text: dict[str, Any]) -> dict[str, Any]:
-        name_layers(text, PATTERNS, 6, (SLIDING, FULL))
+        name_layers(text, PATTERNS[:1], 6, (SLIDING, FULL))
         return read_fields(cls, text)
 
     def to_hf(self) -> dict[str, Any]:

@@ -89,6 +89,33 @@ def test_a_dropped_key_has_a_line():
     assert "xformers" not in text, "an empty key asks for nothing"
 
 
+@pytest.mark.parametrize(
+    ("dataset", "line"),
+    [
+        ({"data_files": ["x.jsonl"]}, "datasets.data_files = 'x.jsonl': a dataset here is one"),
+        ({"type": "user_defined", "chosen_format": "{chosen}!"}, "datasets.chosen_format"),
+        ({"system_prompt": "Be brief."}, "datasets.system_prompt = 'Be brief.': read in a table"),
+    ],
+)
+def test_axolotl_keys_of_a_dataset_that_nothing_reads_have_a_line(dataset, line):
+    assert line in convert("axolotl", **{**BASE, "datasets": [{"path": "a", **dataset}]}).write("")
+
+
+def test_axolotl_keys_that_are_about_all_datasets():
+    keys = {
+        "streaming": True,
+        "max_steps": 9,
+        "test_datasets": [{"path": "t.jsonl"}],
+        "val_set_size": 0.1,
+    }
+    conversion = convert("axolotl", **BASE, **keys, shuffle_before_merging_datasets=True)
+    parts = [conversion.get(f"data.{name}")[0] for name in ("datasets", "eval_datasets")]
+    assert all(part["streaming"] for part in parts)
+    text = conversion.write("")
+    assert "val_set_size: test_datasets is what is held out" in text
+    assert "shuffle_before_merging_datasets: rows of all datasets" in text
+
+
 def test_axolotl_prompts_of_a_format_are_no_alpaca_in_silence():
     kind = {"field_instruction": "q", "field_output": "a", "format": "[INST] {instruction} [/INST]"}
     dataset = {"path": "a.jsonl", "type": {**kind, "system_prompt": "Be {brief}."}}
@@ -322,6 +349,7 @@ dataset: chats, mine
 template: qwen3
 cutoff_len: 4096
 max_samples: 100
+buffer_size: 256
 learning_rate: 1.0e-4
 ddp_timeout: 180000000
 val_size: 0.1
@@ -368,6 +396,7 @@ def test_llama_factory(tmp_path):
     # Theirs is twice the rank where lora_alpha is unset.
     assert ours["adapter"] == {"target": "all-linear", "rank": 8, "alpha": 16.0, "kind": "lora"}
     assert (ours["optim"]["lr_scheduler"], ours["run"]["num_epochs"]) == ("linear", 3.0)
+    assert ours["data"]["shuffle_buffer"] == 256
     assert ours["eval"] == {"every": 500} and ours["parallel"]["meet_timeout"] == 1e6
     assert "mine.columns.audios" in output.read_text()
 

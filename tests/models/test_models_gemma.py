@@ -142,3 +142,14 @@ def test_gemma3_layers_of_an_old_file():
     assert ropes[FULL] == {"rope_type": "linear", "factor": 8.0, "rope_theta": 1e6}
     assert ropes[SLIDING] == {"rope_type": "default", "rope_theta": 1e4}
     assert families.config_from_hf(config.to_hf()) == config
+    del raw["sliding_window_pattern"]  # transformers writes the next key, and does not read it
+    written = {**raw, "_sliding_window_pattern": 3}
+    assert families.config_from_hf(written).layer_types == (SLIDING,) * 3
+
+
+@pytest.mark.parametrize("model_type", ["gemma2", "gemma3_text"])
+def test_hidden_act_is_not_what_gemma_computes(model_type):
+    """transformers writes it and reads hidden_activation."""
+    plain = {"model_type": model_type}
+    config = families.config_from_hf({**plain, "hidden_act": "silu"})
+    assert config.hidden_act == families.config_from_hf(plain).hidden_act == "gelu_pytorch_tanh"
