@@ -102,6 +102,10 @@ def open_run(
             stack.callback(session.end_compiling)
         with watchdog.phase("reading the weights"):
             start_state(session, checkpoints)
+        if session.start < session.rounds.total_steps:
+            # Programs compile meanwhile. What the engine refuses, it refuses before the start is
+            # recorded.
+            session.rounds.ready(session)
         # What was written after the checkpoint comes again.
         folder.rewind(session.start)
         sinks.log(describe_start(session))

@@ -24,6 +24,16 @@ class Publisher(Protocol):
 
 
 @runtime_checkable
+class AwaitedPublisher(Publisher, Protocol):
+    """Publisher of an engine that starts while the run opens data and weights."""
+
+    def wait(self) -> None:
+        """Return once the engine answers, on every process; UserError if it cannot do what the run
+        needs."""
+        ...
+
+
+@runtime_checkable
 class DraftPublisher(Publisher, Protocol):
     """Publisher of an engine that guesses with a draft."""
 

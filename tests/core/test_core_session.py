@@ -108,8 +108,9 @@ def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
         def __init__(self, *_):
             self.closing, self.all = contextlib.ExitStack(), []
 
-        def open(self):
+        def open(self, wait=True):
             told.append("open")
+            return True
 
         def close(self):
             told.append("close")
@@ -123,7 +124,7 @@ def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
     config = validate_config({**RL, "rollout": rollout}, "a test")
     with pytest.raises(UserError, match="it is broken"):
         session.open_session(config, make_task(config), lambda line: None)
-    assert told == ["open", "close"]
+    assert told == ["open", "open", "close"]
 
 
 @pytest.mark.parametrize(("every", "evaluated"), [(None, 1), (4, 1), ("never", 0)])

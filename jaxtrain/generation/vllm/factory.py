@@ -87,15 +87,17 @@ def open_vllm(
     """Return (engine, publisher) for the servers of section rollout.vllm.
 
     Only process 0 talks to the servers; the others have no engine, and their publisher takes part
-    in gathering. No request is possible before the first publish. Raises UserError for servers that
-    do not answer or cannot do what the run needs.
+    in gathering. No request is possible before the first publish, which waits for the servers, as
+    `publisher.wait()` does. Raises UserError for servers that do not answer or cannot do what the
+    run needs; so do these two.
     """
     vllm = config.rollout.vllm
     adapters, policies = vllm.sync == "lora", list_trained(config)
     engine = publisher = None
+    options: dict[str, Any] = {}
     if is_main_process():
         with ExitStack() as stack:
-            servers = open_servers(config, bundle, log, stack)
+            servers, options["open_engine"] = open_servers(config, bundle, log, stack)
             replay = config.rollout.router_replay
             routes = route_shape(bundle.architecture) if replay else None
             reads = getattr(getattr(bundle.tokenizer, "image_format", None), "served", False)
@@ -129,15 +131,16 @@ def open_vllm(
         def gather_all(params: Any) -> dict[str, Any]:
             return {name: gather_one(params[name]) for name in policies}
 
-        return engine, SharedPublisher(publisher, gather_all)
-    return engine, SharedPublisher(publisher, gather_one)
+        return engine, SharedPublisher(publisher, gather_all, **options)
+    return engine, SharedPublisher(publisher, gather_one, **options)
 
 
 def open_servers(
     config: Config, bundle: ModelBundle, log: Callable[[str], None], stack: ExitStack
-) -> Servers:
-    """Return the servers of section rollout.vllm, started where the run launches them, inspected
-    and watched. stack: closes everything if a later step of opening fails."""
+) -> tuple[Servers, Callable[[], None]]:
+    """Return (the servers of section rollout.vllm, started where the run launches them; a function
+    that returns once they answer, inspected and watched). stack: closes everything if a later step
+    of opening fails."""
     vllm = config.rollout.vllm
     sources, launcher, hosts = open_sources(vllm), None, None
     if vllm.launch == "local":
@@ -165,16 +168,25 @@ def open_servers(
     stack.callback(servers.close)
     listing = Path(config.run.output_dir) / "servers.json"
     servers.closing.enter_context(Listing(listing, lambda: servers.all))
-    # The listing is there first, so that people can see which server is awaited.
-    servers.open()
     if hosts is not None:
         servers.closing.callback(hosts.cluster.close)
         servers.closing.callback(hosts.close)
     if launcher is not None:
         servers.closing.callback(launcher.close)
-        # Restarts begin only now: an exit before the first answer is a mistake in the setup.
-        launcher.watch(servers.report_ended, servers.fail)
-    return servers
+
+    def finish() -> None:
+        servers.open()
+        if launcher is not None:
+            # Restarts begin only now: an exit before the first answer is a mistake in the setup.
+            launcher.watch(servers.report_ended, servers.fail)
+
+    # The listing is there first, so that people can see which server is awaited. A server needs
+    # minutes to start, in which the run reads weights and compiles; but one on the trainer's own
+    # devices measures how much of their memory is free.
+    if vllm.sleep or servers.open(wait=False):
+        finish()
+        return servers, lambda: None
+    return servers, finish
 
 
 def open_gather(

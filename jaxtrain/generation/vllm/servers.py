@@ -59,7 +59,7 @@ class Servers(Pool):
         """True if no further servers can join."""
         self.closing = ExitStack()
         """Resources that are closed with the servers."""
-        self._opened = False
+        self._opened, self._opening = False, False
         if config.routed:
             self.front = VllmServer(config.discover.removeprefix("router+").rstrip("/"))
         self.poll()
@@ -73,14 +73,20 @@ class Servers(Pool):
     def push_weights(self, push_weights: Callable[[VllmServer], None]) -> None:
         self.watcher.push_weights = push_weights
 
-    def open(self) -> None:
-        """Wait for the servers, inspect them and start to watch them.
+    def open(self, wait: bool = True) -> bool:
+        """Wait for the servers, inspect them and start to watch them; return True once that is
+        done.
 
-        Continues without a server that does not answer. Raises UserError if none does, and for a
-        server that cannot do what this run needs.
+        wait: False to return, with False, where a server does not answer yet; a later call
+        goes on. Continues without a server that does not answer in time. Raises UserError if none
+        does, and for a server that cannot do what this run needs.
         """
+        if self._opened:
+            return True
         deadline = time.monotonic() + self.config.wait_seconds
-        self.watcher.start_naming()
+        if not self._opening:
+            self._opening = True
+            self.watcher.start_naming()
         logged = False
         while True:
             # A server without `model` was not inspected yet: those that answered stay inspected
@@ -94,6 +100,8 @@ class Servers(Pool):
             waiting = [server for server in self.all if not server.model]
             if self.all and not waiting or time.monotonic() > deadline:
                 break
+            if not wait:
+                return False
             if not logged:
                 self.log(f"waiting for {self._describe_awaited(waiting)}")
                 logged = True
@@ -113,6 +121,7 @@ class Servers(Pool):
                 self.watcher.start(server)
         if not self.fixed:
             threading.Thread(target=self._poll_on, name="discover", daemon=True).start()
+        return True
 
     def close(self) -> None:
         self.watcher.close()

@@ -6,16 +6,31 @@ from typing import Any
 from typing_extensions import override
 
 from jaxtrain.distributed.broadcast import broadcast_or_raise
-from jaxtrain.generation.publisher import Publisher
+from jaxtrain.generation.publisher import AwaitedPublisher, Publisher
 from jaxtrain.models.parameters import Params, Rebuild
 
 
-class SharedPublisher(Publisher):
+class SharedPublisher(AwaitedPublisher):
     """Publisher of every process, around the one that process 0 has."""
 
-    def __init__(self, publisher: Publisher | None, gather: Callable[[Params], Mapping[str, Any]]):
-        """publisher: on process 0. gather: a collective that makes what it publishes."""
+    def __init__(
+        self,
+        publisher: Publisher | None,
+        gather: Callable[[Params], Mapping[str, Any]],
+        open_engine: Callable[[], None] = lambda: None,
+    ):
+        """publisher: on process 0. gather: a collective that makes what it publishes. open_engine:
+        returns once the engine of process 0 answers."""
         self.publisher, self.gather = publisher, gather
+        self._open_engine = open_engine
+
+    @override
+    def wait(self) -> None:
+        broadcast_or_raise("the engine answers", self._open)
+
+    def _open(self) -> None:
+        self._open_engine()
+        self._open_engine = lambda: None
 
     @override
     def publish(self, version: int, params: Params, rebuild: Rebuild) -> dict[str, float]:
@@ -23,6 +38,7 @@ class SharedPublisher(Publisher):
 
         def send() -> dict[str, float]:
             assert publisher is not None, "only process 0 publishes"
+            self._open()
             return publisher.publish(version, gathered, rebuild)
 
         # The others wait, and raise what process 0 does: a round begins everywhere or nowhere.

@@ -36,7 +36,7 @@ from jaxtrain.errors import RunStopped
 from jaxtrain.generation.engine import Engine
 from jaxtrain.generation.episodes import Group
 from jaxtrain.generation.producer import Producer
-from jaxtrain.generation.publisher import DraftPublisher, Publisher
+from jaxtrain.generation.publisher import AwaitedPublisher, DraftPublisher, Publisher
 from jaxtrain.generation.ray.remote_producer import RemoteProducer
 from jaxtrain.methods.rl.advantages import AdvantageOptions, RewardTable, assign_advantages
 from jaxtrain.methods.rl.batch_builder import BatchBuilder, RoundBatches, build_batches
@@ -152,6 +152,9 @@ class RolloutRounds:
         if self.published is None:
             if self.stages is not None:
                 self.producer.stop_when(context.stop_requested)
+            if isinstance(self.access.publisher, AwaitedPublisher):
+                with context.phase("waiting for the servers"):
+                    self.access.publisher.wait()
             self.publish(context)
 
     def next(self, context: TrainingContext) -> Round:
