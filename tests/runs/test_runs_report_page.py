@@ -146,6 +146,16 @@ def test_in_a_browser(tmp_path):
             )
             assert charts == int(await page.run("document.documentElement.dataset.ready")) > 15
             assert await page.run("document.title") == "a, b · jaxtrain"
+            # Labels of an axis have the digits that keep neighbors apart.
+            labels = "document.querySelector('.card').plot.axes[1].values(null, [{}])"
+            assert await page.run(labels.format("1, 1.000001, 1.0000025")) == [
+                "1", "1.000001", "1.0000025"
+            ]  # fmt: skip
+            assert await page.run(labels.format("0, 2e-5, 4e-5")) == ["0", "2e-5", "4e-5"]
+            assert await page.run(labels.format("null, 5e5, 15e5")) == ["", "500,000", "1.5e+6"]
+            assert await page.run(labels.format("12345678, 12345679")) == [
+                "12,345,678", "12,345,679"
+            ]  # fmt: skip
             # What strangers wrote is text, and nothing was asked for.
             texts = await page.run("[...document.querySelectorAll('pre')].map(p => p.textContent)")
             assert any("<script>alert(1)</script>" in text and "[/nope]" in text for text in texts)

@@ -3,6 +3,7 @@
 (() => {
   const data = JSON.parse(document.getElementById("data").textContent);
   const COLORS = ["#2f81f7", "#e0a100", "#c05bd6", "#2ea043", "#e5534b", "#39c5cf", "#9a6700", "#8b949e"];
+  const WHOLE = Array.from({ length: 15 }, (_, power) => [1, 2, 5].map((part) => part * 10 ** power)).flat();  // between steps
   const color = (i) => COLORS[i % COLORS.length];
   const main = document.querySelector("main");
   const chosen = { log: false, smooth: 0, x: "step", filter: "", shown: data.runs.map(() => true) };
@@ -35,9 +36,16 @@
     if (Number.isInteger(value) && size < 1e15) return value.toLocaleString("en");
     return size >= 1e6 || size < 1e-3 ? value.toExponential(3) : String(Number(value.toPrecision(5)));
   };
-  const tick = (value) => {  // of an axis: short
-    const size = Math.abs(value);
-    return size && (size >= 1e6 || size < 1e-3) ? `${Number(value.toPrecision(3)).toExponential()}` : tell(value);
+  const ticks = (splits) => {  // of an axis: short, with the digits that keep neighbors apart
+    const sizes = splits.filter((value) => value).map(Math.abs), exponent = (value) => Math.floor(Math.log10(value));
+    const gaps = splits.map((value, i) => (i && value !== null ? value - splits[i - 1] : 0)).filter((gap) => gap > 0);
+    const digits = gaps.length && sizes.length ? exponent(Math.max(...sizes)) - exponent(Math.min(...gaps)) + 2 : 3;
+    return splits.map((value) => {
+      if (value === null) return "";
+      const size = Math.abs(value), short = Number(value.toPrecision(Math.min(Math.max(digits, 3), 15)));
+      const plain = Number.isInteger(short) ? short.toLocaleString("en") : String(short), power = short.toExponential();
+      return size && (size >= 1e6 || size < 1e-3) && power.length < plain.length ? power : plain;
+    });
   };
   const duration = (seconds) => {
     const s = Math.round(seconds), two = (n) => String(n).padStart(2, "0");
@@ -95,17 +103,21 @@
     const axis = { stroke: css("--soft"), grid: { stroke: css("--line"), width: 1 }, ticks: { show: false } };
     const place = (value) => kind === "time" || kind === "seconds" ? duration(value)
       : kind === "tokens" && value >= 1e6 ? `${tell(value / 1e6)}M` : tell(value);
-    const positive = joined.slice(1).some((values) => values.some((value) => value > 0));
+    const log = chosen.log && joined.slice(1).some((values) => values.some((value) => value > 0));
     const legend = make("div", { class: "legend hidden" });
     const plot = new uPlot({
       width: Math.max(card.clientWidth - 22, 200),
       height: card.classList.contains("wide") ? 480 : 190,
       cursor: { sync: kind === "seconds" ? undefined : { key: sync.key, scales: ["x", null] }, drag: { x: true, y: false },
         bind: { dblclick: (u, target, handle) => (event) => { zoomed = false; return handle(event); } } },
-      scales: { x: { time: false, range: (u, min, max) => (kind === "seconds" || zoomed || !whole ? [min, max] : whole) }, y: { distr: chosen.log && positive ? 3 : 1 } },
+      scales: {
+        x: { time: false, range: (u, min, max) => (kind === "seconds" || zoomed || !whole ? [min, max] : whole) },
+        y: { distr: log ? 3 : 1, range: (u, min, max) => (min === null ? [null, null] : min === 0 && max === 0 ? [0, 1]
+          : log ? uPlot.rangeLog(min, max, 10, false) : uPlot.rangeNum(min, max, 0.1, true)) },
+      },
       axes: [
-        { ...axis, size: 28, values: (u, splits) => splits.map(place) },
-        { ...axis, size: 62, values: (u, splits) => splits.map((value) => (value === null ? "" : tick(value))) },
+        { ...axis, size: 28, values: (u, splits) => splits.map(place), ...(kind === "step" ? { incrs: WHOLE } : {}) },
+        { ...axis, size: (u, labels) => Math.max(62, ...(labels ?? []).map((label) => 14 + 7 * label.length)), values: (u, splits) => ticks(splits) },
       ],
       series: [{}, ...series.map((one) => ({ stroke: one.color, width: 1.5, spanGaps: true, points: { show: one.points[0].length < 25, size: 5 } }))],
       hooks: {
@@ -182,7 +194,7 @@
   const names = data.runs.map((run) => run.name).join(", ");
   const mark = { finished: "good", failed: "bad", silent: "bad" };
   main.append(make("h1", {}, names),
-    ...data.runs.map((run) => make("p", { class: "result" }, make("b", { class: mark[run.state] ?? "" }, run.state), ` ${run.result}`)),
+    ...data.runs.map((run) => make("p", { class: "result" }, make("b", { class: mark[run.state] ?? "" }, run.state), ` ${run.result.replaceAll(" -> ", "\u00a0→\u00a0")}`)),
     make("div", { class: "soft" }, `written ${data.time}`), contents);
 
   // ---- charts
