@@ -185,6 +185,57 @@ def test_a_run_goes_from_8_devices_to_2(tmp_path):
         np.testing.assert_allclose(tensors[tensor], value, atol=3e-4)
 
 
+TREES = (
+    "task.kind=tree",
+    "task.units_per_step=3",
+    "data.global_batch_size=null",
+    "optim.beta2=0.9",
+)
+DRAFT = (
+    *("task.kind=dflash", "task.block_size=4", "task.num_anchors=8", "task.min_loss_tokens=4"),
+    *("task.draft.num_layers=1", "task.draft.target_layers=[0, 1]", "run.max_steps=3"),
+)
+
+
+@pytest.mark.slow
+def test_a_step_has_its_exact_trees_on_any_number_of_processes(tmp_path):
+    rows = {}
+    for name, words in {"whole": (), "two": ("parallel.fsdp=2", "parallel.data=2")}.items():
+        if name == "whole":
+            run_alone(tmp_path / name, *TREES)
+        else:
+            running = start(tmp_path / name, 2, *TREES, *words)
+            assert finish(running) == [0, 0], output(tmp_path / name, 0)
+        lines = (tmp_path / name / "run" / "metrics.jsonl").read_text().splitlines()
+        rows[name] = [row for row in map(json.loads, lines) if "loss" in row]
+    for whole, two in zip(rows["whole"], rows["two"], strict=True):
+        for key in ("loss", "loss/sum", "loss/token_count", "trained_tokens"):
+            assert two[key] == pytest.approx(whole[key], rel=2e-6), key
+        assert whole["loss/sum"] == pytest.approx(whole["loss"] * whole["loss/token_count"])
+        # A tree's weights are shares of branches: fractions of the tokens that train.
+        assert 0 < whole["loss/token_count"] <= whole["trained_tokens"]
+
+
+@pytest.mark.slow
+def test_a_server_gives_each_process_the_states_of_its_rows(tmp_path):
+    expected = run_alone(tmp_path / "step", *DRAFT)
+    port, words = free_port(), (*DRAFT, 'task.target.source="server"')
+    verb = ("capture", "--port", str(port), "--config", "config.toml")
+    [server] = start(tmp_path / "server", 1, *words, environs=[{}], verb=verb)
+    try:
+        last = time.monotonic() + 100
+        while not any("serving states" in line for line in output(tmp_path / "server", 0)):
+            assert time.monotonic() < last, output(tmp_path / "server", 0)
+            time.sleep(0.1)
+        words = (*words, f'task.target.servers=["http://127.0.0.1:{port}"]')
+        running = start(tmp_path / "two", 2, *words, "parallel.fsdp=2", "parallel.data=2")
+        assert finish(running) == [0, 0], output(tmp_path / "two", 0)
+    finally:
+        server.kill()
+        server.wait()
+    assert losses(tmp_path / "two") == pytest.approx(expected, rel=2e-6)
+
+
 @pytest.mark.slow
 def test_processes_stop_together_and_report_a_loss_once(tmp_path):
     """A stop request to a single process is tested in test_distributed_rl.py."""

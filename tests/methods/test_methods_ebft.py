@@ -278,7 +278,8 @@ def test_a_run(folder, tmp_path, words):
     renamed = ', fields = { completion = "ground_truth" }, as_chat = true }]'
     held = data.replace("datasets", "eval_datasets").replace(" }]", renamed)
     out = [f"run.output_dir={tmp_path}", "log.plot=false", "eval.at_start=true"]
-    assert main(["--config", str(folder / "config.toml"), data, held, *out, *words]) == 0
+    arguments = ["--config", str(folder / "config.toml"), data, held, *out, *words]
+    assert main(arguments) == 0
     lines = read(tmp_path)
     steps = [line for line in lines if "ebft/reward" in line]
     evals = [line["eval/loss"] for line in lines if "eval/loss" in line]
@@ -291,6 +292,12 @@ def test_a_run(folder, tmp_path, words):
         assert [line["ebft/cached_truths"] for line in steps] == [0, 0, 1, 1]
         sample = json.loads((tmp_path / "samples.jsonl").read_text().splitlines()[0])
         assert sample["reward"] == sample["rewards"]["features"] != 0
+        # The network waits on the host, and no bit changes.
+        host = [f"run.output_dir={tmp_path / 'host'}", "parallel.frozen=host"]
+        assert main([*arguments, *host]) == 0
+        again = [line for line in read(tmp_path / "host") if "ebft/reward" in line]
+        for key in ("loss", "ebft/reward", "ebft/cfm_loss", "grad_norm"):
+            assert [line[key] for line in again] == [line[key] for line in steps], key
 
 
 def test_rounds_without_answers_are_left_alone(folder):
