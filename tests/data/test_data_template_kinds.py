@@ -337,6 +337,21 @@ def test_parts_that_a_template_leaves_out_although_the_text_has_their_words(mess
     prompt_tokens(tokenizer, [QUESTION])
 
 
+def test_tools_that_only_some_prompts_of_a_conversation_have():
+    """The call would train with its tools, and the answer without them."""
+    last = (
+        "{% for m in messages %}{% if loop.last and m.role == 'user' and tools %}"
+        "{{ tools | tojson }}{% endif %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+        "{% for t in m.tool_calls or [] %}{{ t.function | tojson }}{% endfor %}<|im_end|>\n"
+        "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    call = log("assistant", "", tool_calls=[tool_call("hi")])
+    talk = [QUESTION, call, log("tool", "3"), log("assistant", "3")]
+    assert len(trained(load(last), talk[:2], TOOLS)) == 1
+    with pytest.raises(TemplateOmission, match="leaves out tools"):
+        trained(load(last), talk, TOOLS)
+
+
 DEVELOPER = [log("developer", "RULES"), QUESTION]
 NEW_ROLE = (
     "{% if m.role == 'developer' %}raised{{ raise_exception('no role developer') }}{% endif %}"

@@ -24,6 +24,8 @@ THOUGHTS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 """Tags around a thought within a content."""
 SCHEMAS = ("parameters", "input_schema")
 """Keys of a tool's parameters; the second is Anthropic's."""
+EVERYWHERE = ("tools", "the system message")
+"""Parts that every rendering of a conversation must have."""
 MAX_SHAPES = 4096
 MAX_ALONE = 64
 """Parts of one conversation that are changed alone."""
@@ -205,9 +207,15 @@ def _find_omission(
     """Return the name of the first part that the template leaves out; "" if it writes all."""
     words = {part: f"zq{number}w" for number, part in enumerate(parts)}
     changed = _try(messages, tools, words, write) or []
-    missing = [part for part, word in words.items() if not any(word in text for text in changed)]
-    for part in missing[:MAX_ALONE]:
-        if _try(messages, tools, {part: words[part]}, write) == texts:
+
+    def lacks(part: Part, missing: list[bool]) -> bool:
+        # Thoughts and results may be in some renderings alone: later questions take them away.
+        return all(missing) or (part.name in EVERYWHERE and any(missing))
+
+    unseen = [p for p, word in words.items() if lacks(p, [word not in text for text in changed])]
+    for part in unseen[:MAX_ALONE]:
+        alone = _try(messages, tools, {part: words[part]}, write)
+        if alone and len(alone) == len(texts) and lacks(part, [*map(str.__eq__, alone, texts)]):
             return part.name
     return ""
 
