@@ -31,8 +31,10 @@ from jaxtrain.safe_io import parse_json
 from jaxtrain.text_safety import escape_control_chars, redact_text, split_login
 
 KEY_VARIABLE = "JAXTRAIN_API_KEY"
-TRIES = 8
+TRIES = 26
 """With the pauses between them two minutes, in which a server may be started again."""
+LONGEST_PAUSE = 5.0
+"""Seconds; a run that is to stop waits for its end."""
 LOOK_SECONDS = 30.0
 MAX_ABOUT_BYTES = 2**16
 ANSWER_SECONDS = 600.0
@@ -71,6 +73,11 @@ class RemoteStates:
         self._about: dict[str, Any] | None = None
 
     @property
+    def names(self) -> str:
+        """Addresses of the servers, for people."""
+        return ", ".join(map(redact_text, self.urls))
+
+    @property
     def about(self) -> dict[str, Any]:
         """Description of the target that servers must run."""
         if self._about is None:
@@ -92,8 +99,7 @@ class RemoteStates:
                     f"{name} runs another target: {', '.join(differences)}. Start it with this"
                     " run's config"
                 )
-        names = ", ".join(map(redact_text, self.urls))
-        return f"target states from {names}, where this run's target is"
+        return f"target states from {self.names}, where this run's target is"
 
     def fill(self, batch: Batch) -> Batch:
         """Ask for the states of a batch."""
@@ -123,10 +129,7 @@ class RemoteStates:
     def describe(self, row_tokens: int) -> str:
         """Describe the servers and the size of a row."""
         row = row_tokens * sum(dtype.itemsize for dtype in self.streams.values())
-        return (
-            f"target states from {len(self.urls)} servers: {format_size(row)} a row of"
-            f" {row_tokens} tokens"
-        )
+        return f"target states from {self.names}: {format_size(row)} a row of {row_tokens} tokens"
 
     def advise(self, busy: float, waiting: float) -> str:
         """Advise another server if states come more slowly than training takes them."""
@@ -197,7 +200,7 @@ class RemoteStates:
         for attempt in range(TRIES * len(urls)):
             turn, index = divmod(attempt, len(urls))
             if turn and not index:
-                self.sleep(pause_before(turn))
+                self.sleep(min(pause_before(turn), LONGEST_PAUSE))
             try:
                 return ask(urls[index])
             except ServerGone as gone:
