@@ -1,5 +1,6 @@
 """Data and rounds of methods that train on existing datasets."""
 
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -213,14 +214,16 @@ class OfflineRounds:
 
     def next(self, context: TrainingContext) -> Round:
         """Return the next batch as a round; raises StopIteration after the last epoch."""
+        start = time.monotonic()
         batches = self.draw(context)
+        waited = {"data_seconds": time.monotonic() - start}
         last = context.step + 1 >= self.total_steps
         if self.report is not None and (last or not self._num_reported):
             counts = self.counters()["counts"]
             if counts["draws"] > self._num_reported:
                 self.report(counts, "data read so far")
             self._num_reported = counts["draws"]
-        return context.prepare(Round(batches, version=context.step))
+        return context.prepare(Round(batches, waited, version=context.step))
 
     def draw(self, context: TrainingContext) -> list[Batch]:
         """Return the source's next batches."""

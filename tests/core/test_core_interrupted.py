@@ -62,6 +62,7 @@ SMALL = (
     "model.architecture.head_dim=8",
 )
 MEASURED = {"time", "step_seconds", "tokens_per_second_per_device", "mfu", "peak_memory_gib"}
+MEASURED |= {"data_seconds"}
 """Read from clocks and allocators: these alone may differ between two runs."""
 
 
