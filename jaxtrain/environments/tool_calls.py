@@ -12,6 +12,7 @@ guess could be wrong.
 """
 
 import json
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -109,13 +110,20 @@ def read_call(text: str, tools: Sequence[Any] = ()) -> ToolCall:
 
 
 def find_parameters(name: str, tools: Sequence[Any]) -> Mapping[str, Any]:
-    """Return the schemas of a tool's parameters by name; empty if there are none."""
+    """Return the schemas of a tool's parameters by name, with the definitions that they may refer
+    to; empty if there are none."""
     for tool in tools:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
         if isinstance(function, Mapping) and function.get("name") == name:
             parameters = function.get("parameters")
             values = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            return values if isinstance(values, Mapping) else {}
+            if not isinstance(values, Mapping):
+                return {}
+            shared = parameters.get("$defs")
+            return {
+                k: {**v, "$defs": shared} if isinstance(v, Mapping) else v
+                for k, v in values.items()
+            }
     return {}
 
 
@@ -145,20 +153,26 @@ def read_value(text: str, schema: Any) -> Any:
     if "string" in allowed:
         allowed = allowed & {"null"}  # all other texts are strings, too
     kinds = {kind for name in allowed for kind in TYPES.get(name, ())}
-    if type(value) is float and value.is_integer() and allowed == {"integer"}:
+    if type(value) is float and value.is_integer() and float not in kinds and int in kinds:
         return int(value)
+    if isinstance(value, float) and not math.isfinite(value):
+        return text  # Python reads NaN and 1e400, which are no numbers of JSON
     return value if type(value) in kinds else text
 
 
-def list_types(schema: Any, depth: int = 0) -> set[str]:
-    """Return the names of the types that a JSON schema allows; empty if it names none."""
+def list_types(schema: Any, depth: int = 0, shared: Any = None) -> set[str]:
+    """Return the names of the types that a JSON schema allows; empty if it names none. shared:
+    definitions that it may refer to."""
     if not isinstance(schema, Mapping) or depth > MAX_NESTING:
         return set()
+    shared = schema.get("$defs") or shared
+    if isinstance(name := schema.get("$ref"), str) and isinstance(shared, Mapping):
+        return list_types(shared.get(name.removeprefix("#/$defs/")), depth + 1, shared)
     kind = schema.get("type")
     names = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
     for key in ("anyOf", "oneOf"):
         for option in schema.get(key) or ():
-            names |= list_types(option, depth + 1)
+            names |= list_types(option, depth + 1, shared)
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if not names and isinstance(values, list):
         found = {name for name, kinds in TYPES.items() for v in values if type(v) in kinds}

@@ -128,6 +128,9 @@ def test_calls_in_all_forms():
         ToolCall("b", {"x": "two\nlines", "n": 3}),
     ]
     assert parse_tool_calls(text)[1].arguments["n"] == "3"  # no schema: text
+    parameters = tools[0]["function"]["parameters"]
+    parameters |= {"$defs": {"N": properties["n"]}, "properties": {"n": {"$ref": "#/$defs/N"}}}
+    assert parse_tool_calls(text, tools)[1].arguments["n"] == 3
     bare = '{"name": "a", "parameters": {"x": 1}}'
     for text in (bare, f" <|python_tag|>{bare}\n", f"<think>hm</think>{bare}"):
         assert parse_tool_calls(text) == [ToolCall("a", {"x": 1})]
@@ -138,6 +141,11 @@ def test_calls_in_all_forms():
     assert split_thinking("not done", opened=True) == ("not done", "")
 
 
+DEFINITIONS = {
+    "Point": {"type": "object"},
+    "Maybe": {"type": ["integer", "null"]},
+    "Loop": {"$ref": "#/$defs/Loop"},
+}
 NULLABLE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
 
 
@@ -164,6 +172,12 @@ NULLABLE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
         ("null", {"type": "string", "nullable": True}, None),
         ("None", NULLABLE, None),
         ("5", NULLABLE, 5),
+        ("3.0", NULLABLE, 3),
+        ("NaN", {"type": "number"}, "NaN"),
+        ("1e400", {"type": ["number", "null"]}, "1e400"),
+        ('{"a": 1}', {"$ref": "#/$defs/Point", "$defs": DEFINITIONS}, {"a": 1}),
+        ("null", {"anyOf": [{"$ref": "#/$defs/Maybe"}], "$defs": DEFINITIONS}, None),
+        ("5", {"$ref": "#/$defs/Loop", "$defs": DEFINITIONS}, "5"),
         ("5", {"type": ["string", "integer"]}, "5"),
         ("2", {"enum": [1, 2]}, 2),
         ("2", {"enum": ["1", "2"]}, "2"),
