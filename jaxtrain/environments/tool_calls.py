@@ -116,13 +116,12 @@ def find_parameters(name: str, tools: Sequence[Any]) -> Mapping[str, Any]:
         function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
         if isinstance(function, Mapping) and function.get("name") == name:
             parameters = function.get("parameters")
-            values = parameters.get("properties") if isinstance(parameters, Mapping) else None
-            if not isinstance(values, Mapping):
-                return {}
-            shared = parameters.get("$defs")
+            parameters = parameters if isinstance(parameters, Mapping) else {}
+            values, shared = parameters.get("properties"), parameters.get("$defs")
+            values = values if isinstance(values, Mapping) else {}
             return {
-                k: {**v, "$defs": shared} if isinstance(v, Mapping) else v
-                for k, v in values.items()
+                key: {**value, "$defs": shared} if isinstance(value, Mapping) else value
+                for key, value in values.items()
             }
     return {}
 
