@@ -22,6 +22,7 @@ from typing import Any
 
 from jaxtrain.config.data import DatasetConfig
 from jaxtrain.data.sources.jsonl import BLOCK, MAX_ROW
+from jaxtrain.data.sources.tables import digest_file
 from jaxtrain.errors import UserError
 from jaxtrain.safe_io import UnreadableRow, parse_json
 from jaxtrain.text_safety import show
@@ -56,7 +57,8 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
             names = [path] if system.exists(path) else []
         if not names:
             raise UserError(f"no file at {show(url)} (key data.datasets[].path)")
-        state = [(name, str(system.ukey(name))) for name in names]
+        # fsspec takes files of the web to be unchanging; their length and tags are in info.
+        state = [(name, str(system.ukey(name)), str(system.info(name))) for name in names]
         digest = hashlib.blake2b(repr((url, state)).encode(), digest_size=12).hexdigest()
         folder = _cache() / digest
         parents = [name.partition(mark)[0] for name in names]
@@ -85,15 +87,12 @@ def unpack(file: Path) -> Path:
     there already of the same file is not unpacked again. Raises UserError."""
     part = None
     try:
-        status = file.stat()
-        state = (str(file.resolve()), status.st_size, status.st_mtime_ns)
-        digest = hashlib.blake2b(repr(state).encode(), digest_size=12).hexdigest()
-        target = _cache() / digest / file.stem
+        target = _cache() / digest_file(str(file)) / file.stem
         if target.exists():
             return target
         target.parent.mkdir(parents=True, exist_ok=True)
         part = target.with_name(f"{target.name}.{secrets.token_hex(8)}.part")
-        limit = MAX_RATIO * status.st_size + BLOCK
+        limit = MAX_RATIO * file.stat().st_size + BLOCK
         with UNPACKERS[file.suffix.lower()](file) as packed, part.open("wb") as copy:
             while block := packed.read(BLOCK):
                 copy.write(block)
