@@ -4,6 +4,7 @@ Everything is Markdown, as the repository shows it. Generated pages lie here rea
 build imports nothing of jaxtrain.
 """
 
+import json
 import re
 import sys
 import tomllib
@@ -48,7 +49,7 @@ copybutton_prompt_text = "$ "
 
 
 class CodeCell(SphinxDirective):
-    """A cell of a notebook's Markdown, shown as code: tests run it, the site does not."""
+    """A cell of a notebook's Markdown, with the outputs that the notebook stores for it."""
 
     has_content = True
     optional_arguments = 1
@@ -60,7 +61,31 @@ class CodeCell(SphinxDirective):
         text = "\n".join(self.content)
         shell = [line.lstrip().startswith(("!", "%")) for line in self.content if line.strip()]
         language = "sh" if all(shell) else "none" if any(shell) else "python"
-        return [nodes.literal_block(text, text, language=language)]
+        page = Path(self.env.doc2path(self.env.docname))
+        return [nodes.literal_block(text, text, language=language), *list_outputs(page, text)]
+
+
+def list_outputs(page: Path, source: str) -> list[nodes.Node]:
+    """Return what a cell printed and drew, of the notebook beside a page."""
+    cells = json.loads(page.with_suffix(".ipynb").read_text())["cells"]
+    outputs = [
+        output
+        for cell in cells
+        if cell["cell_type"] == "code" and "".join(cell["source"]) == source
+        for output in cell["outputs"]
+    ]
+    text = "".join("".join(output.get("text", "")) for output in outputs).rstrip()
+    images = [output.get("data", {}).get("image/png") for output in outputs]
+    return [
+        *([nodes.literal_block(text, text, language="none", classes=["output"])] if text else []),
+        *(
+            nodes.raw(
+                "", f'<img alt="output" src="data:image/png;base64,{image.strip()}">', format="html"
+            )
+            for image in images
+            if image
+        ),
+    ]
 
 
 def leave_as_text(app, doctree) -> None:

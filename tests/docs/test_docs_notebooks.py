@@ -70,7 +70,7 @@ def execute(tmp_path, monkeypatch):
     flags = os.environ["XLA_FLAGS"].split()
     monkeypatch.setenv("XLA_FLAGS", " ".join(f for f in flags if "device_count" not in f))
 
-    def run(names, left_out, first=""):
+    def run(names, left_out, first):
         notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(first)])
         for name in names:
             (tmp_path / name).mkdir()
@@ -94,29 +94,15 @@ def said_by(cell) -> str:
     return "".join(output.get("text", "") for output in cell.get("outputs", []))
 
 
-SMALL = ("trees", "pictures")
-"""Notebooks that run with the slow tests; they cover the install cell, trees, vision and LoRA."""
-
-
-@pytest.mark.parametrize(
-    "names",
-    [
-        pytest.param(SMALL, marks=pytest.mark.slow, id="small"),
-        pytest.param(
-            [page.stem for page in PAGES if page.stem not in SMALL],
-            marks=pytest.mark.thorough,
-            id="others",
-        ),
-    ],
-)
-def test_the_notebooks_run(execute, names):
+@pytest.mark.slow
+def test_the_notebooks_run(execute):
     """Commands that an earlier page runs as well are skipped."""
     left_out = ("!jaxtrain doctor", "!jaxtrain preprocess", "!jaxtrain generate")
+    names = [page.stem for page in PAGES]
     cells = execute(names, left_out, IN_THE_KERNEL)
     results = [said_by(cell) for cell in cells if "metrics.jsonl" in cell.source]
     assert len(results) == len(names) and all(
         "loss" in result or "reward" in result or "tree" in result for result in results
     )
-    if "pictures" in names:
-        shown = [output.get("data", {}) for cell in cells for output in cell.outputs]
-        assert any("image/png" in data for data in shown)
+    shown = [output.get("data", {}) for cell in cells for output in cell.outputs]
+    assert any("image/png" in data for data in shown)
