@@ -21,8 +21,10 @@ from jaxtrain.text_safety import escape_control_chars, shorten, show
 
 S = TypeVar("S", bound=BaseModel)
 
-MEMBER = re.compile(r"(function-\w+|list|dict|set|tuple|nullable|union)\[.*\]")
+MEMBER = re.compile(r"(function-\w+|list|dict|set|tuple|nullable|union|literal)\[.*\]|str|outside")
 """Name that pydantic gives a type of a key with several."""
+TABLE_ERRORS = ("model_type", "is_instance_of", "dict_type")
+"""Kinds of pydantic's errors for what is no section."""
 
 KNOWN_ELSEWHERE = {
     "lr": "optim.learning_rate",
@@ -215,6 +217,7 @@ def describe_error(detail: Any, root: type[BaseModel] = Config) -> list[str]:
         prefix = f"{key}: " if key else ""
         return [prefix + line for line in getattr(error, "lines", [str(error)])]
     message = detail["msg"][0].lower() + detail["msg"][1:]
+    message = "must be a table" if kind in TABLE_ERRORS else message
     input_text = "a value that is not shown" if hides(location) else show(detail["input"])
     return [f"{key}: {message}, found {input_text}"]
 

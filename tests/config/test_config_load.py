@@ -180,6 +180,8 @@ def test_frozen(tmp_path):
         ("model=huge", "known presets:"),
         ("optim.beta1", "not of the form section.key=value"),
         ("data.datasets.7.path=x", "position in a list of 1"),
+        ("task={kind = 'preference', loss = 'no'}", "\n  task.loss: input should be 'sigmoid'"),
+        ("adapter={kind = 'lora', target = 5}", "\n  adapter.target: input should be a valid str"),
     ],
 )
 def test_mistakes_are_named(tmp_path, override, expected):
@@ -244,3 +246,9 @@ def test_a_key_with_several_types_is_named_once_without_the_names_of_types(tmp_p
         "data.datasets.0.column_formats.prompt: '{a.b}': braces hold the name of a column and"
         " nothing else"
     )
+
+
+@pytest.mark.parametrize("section", ["run", "task", "data", "model"])
+def test_a_section_that_is_no_table_is_named(section):
+    with pytest.raises(UserError, match=f"  {section}: must be a table, found 'x'"):
+        validate_config({**tomllib.loads(GOOD), section: "x"}, "it")
