@@ -94,6 +94,12 @@ PUBLISHED = {
     },
     "ernie4_5": {"use_bias": False},
     "ernie4_5_moe": {"moe_norm_min": 1e-12},
+    "falcon_h1": {
+        **dict.fromkeys(
+            ("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), False
+        ),
+        "mamba_norm_before_gate": False,
+    },
     "glm4_moe_lite": {
         **LATENT_EPS,
         "first_k_dense_replace": 1,

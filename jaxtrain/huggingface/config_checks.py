@@ -48,6 +48,8 @@ SIZES = {
     "mamba_n_groups": 2**14,
     "ssm_state_size": 2**14,
     "mamba_d_state": 2**14,
+    "mamba_dt_rank": 2**20,
+    "mamba_expand": 2**8,
     "conv_kernel": 2**8,
     "mamba_d_conv": 2**8,
     "conv_L_cache": 2**8,

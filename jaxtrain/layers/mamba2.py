@@ -3,7 +3,7 @@ and the tail of a convolution.
 
     z, m, dt = x W_in;  x, B, C = silu(convolution of 4 along the branch (m))
     dt = softplus(dt + dt_bias) within limits;  S = e^(A dt) S + dt B x^T;  y = S^T C + D x
-    out = RMSNorm(y * silu(z)) W_out, the norm over the heads of a group
+    out = RMSNorm(y * silu(z)) W_out, the norm over the heads of a group (or as MambaOptions say)
 
 This file owns the shard_map around the op: a device takes whole rows of some groups, or of some
 heads of one, also where tokens are cut over the context axis.
@@ -11,7 +11,7 @@ heads of one, also where tokens are cut over the context axis.
 
 import functools
 import math
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +25,7 @@ from jaxtrain.distributed.sharding import constrain, count_ways, mesh_axes, part
 from jaxtrain.errors import UserError
 from jaxtrain.layers.linear import Dtype, LayerInit, Linear
 from jaxtrain.layers.mixer import Decoding, LayerInputs, LayerSpec, Mixer
+from jaxtrain.layers.mlp import gated
 from jaxtrain.layers.norm import GroupedRMSNorm
 from jaxtrain.layers.recurrent import kept_until, move_tail, used_until
 
@@ -69,6 +70,21 @@ class MambaSizes(NamedTuple):
             )
 
 
+class MambaOptions(NamedTuple):
+    """Choices of a family around the recurrence."""
+
+    norm: Literal["gate_first", "gate_last"] | None = "gate_first"
+    """Norm of y * silu(z), or of y before it is multiplied by silu(z); None: there is no norm."""
+    scales: tuple[float, ...] = (1.0,) * 5
+    """Factors on z, x, B, C and dt as `in_proj` returns them (Falcon-H1)."""
+    in_bias: bool = False
+    out_bias: bool = False
+
+
+USUAL = MambaOptions()
+"""Mamba-2 as it was published."""
+
+
 class HeadParameters(NamedTuple):
     """Parameters of the heads, split like their activations."""
 
@@ -96,13 +112,16 @@ class Mamba2(Mixer):
         *,
         norm_eps: float = 1e-5,
         impl: str = "auto",
+        options: MambaOptions = USUAL,
         init: LayerInit,
     ):
         num_heads, head_dim, num_groups, state_dim, taps, conv_bias, dt_limit = sizes
         inner = num_heads * head_dim
         mixed = inner + 2 * num_groups * state_dim
         columns = inner + mixed + num_heads
-        self.in_proj = Linear(num_features, columns, axes=("embed", "heads"), init=init)
+        self.in_proj = Linear(
+            num_features, columns, axes=("embed", "heads"), use_bias=options.in_bias, init=init
+        )
         conv_F1W = init.normal((mixed, 1, taps))
         self.conv = nnx.Param(conv_F1W, axes=("heads", None, None))
         zeros_F = jnp.zeros((mixed,), init.param_dtype)
@@ -112,13 +131,17 @@ class Mamba2(Mixer):
         decay_N = jnp.arange(1, num_heads + 1, dtype=wide)
         self.A_log = nnx.Param(jnp.log(decay_N), axes=("heads",))
         self.D = nnx.Param(jnp.ones((num_heads,), wide), axes=("heads",))
-        bias_N = _draw_first_bias(init.rngs.params(), num_heads, wide)
+        bias_N = draw_first_bias(init.rngs.params(), num_heads, wide)
         self.dt_bias = nnx.Param(bias_N, axes=("heads",))
-        self.norm = GroupedRMSNorm(inner, num_groups, eps=norm_eps, param_dtype=init.param_dtype)
-        self.out_proj = Linear(inner, num_features, axes=("heads", "embed"), init=init)
+        norm = functools.partial(GroupedRMSNorm, gate_first=options.norm == "gate_first")
+        norm = functools.partial(norm, eps=norm_eps, param_dtype=init.param_dtype)
+        self.norm = norm(inner, num_groups) if options.norm else None
+        self.out_proj = Linear(
+            inner, num_features, axes=("heads", "embed"), use_bias=options.out_bias, init=init
+        )
         self.num_heads, self.head_dim, self.taps = num_heads, head_dim, taps
         self.num_groups, self.state_dim = num_groups, state_dim
-        self.dt_limit, self.impl = dt_limit, impl
+        self.dt_limit, self.impl, self.scales = dt_limit, impl, options.scales
 
     @override
     def init_state(self, spec: LayerSpec, rows: int, slots: int, dtype: Dtype) -> MambaState:
@@ -171,6 +194,9 @@ class Mamba2(Mixer):
         B, T, G = *x_BTD.shape[:2], self.num_groups
         inner = self.num_heads // G * self.head_dim
         grouped_BTGF = self.in_proj(x_BTD).reshape(B, T, G, -1)
+        if set(self.scales) != {1.0}:
+            sizes = [inner, inner, self.state_dim, self.state_dim, self.num_heads // G]
+            grouped_BTGF *= np.repeat(self.scales, sizes).astype(grouped_BTGF.dtype)
         cuts = [inner, 2 * inner + 2 * self.state_dim]
         z_BTGF, m_BTGF, dt_BTGR = jnp.split(grouped_BTGF, cuts, axis=-1)
         wide = jnp.promote_types(x_BTD.dtype, jnp.float32)
@@ -181,7 +207,8 @@ class Mamba2(Mixer):
         else:
             until_BT = context.until
         y_BTF, S = self._mix(m_BTGF, dt_BTN, until_BT, context.prev, state)
-        y_BTF = self.norm(y_BTF, z_BTGF.reshape(y_BTF.shape))
+        z_BTF = z_BTGF.reshape(y_BTF.shape)
+        y_BTF = gated(z_BTF, y_BTF, "silu") if self.norm is None else self.norm(y_BTF, z_BTF)
         y_BTD = constrain(self.out_proj(y_BTF), "rows", "sequence", "features")
         if state is None:
             return y_BTD, None
@@ -282,9 +309,10 @@ def mix_heads(m_BTGF, share: HeadParameters, dt_BTN, until_BT, prev_BT, state, *
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
-def _draw_first_bias(key: jax.Array, num_heads: int, dtype: Dtype) -> jax.Array:
+def draw_first_bias(key: jax.Array, size: int, dtype: Dtype) -> jax.Array:
+    """Draw the bias of steps; the first of these lie in FIRST_STEPS."""
     # One program, because apart its functions would be rounded otherwise.
     low, high = map(math.log, FIRST_STEPS)
-    step_N = jnp.exp(jax.random.uniform(key, (num_heads,), dtype, minval=low, maxval=high))
+    step_N = jnp.exp(jax.random.uniform(key, (size,), dtype, minval=low, maxval=high))
     # The inverse of softplus, so that the first steps are as drawn.
     return step_N + jnp.log(-jnp.expm1(-step_N))

@@ -71,6 +71,22 @@ class GatedMLP(MLP):
         return gated(*multiply_fused(x_BTD, self.gate, self.up), self.activation)
 
 
+class ScaledMLP(GatedMLP):
+    """A GatedMLP with factors before its activation and behind it all (Falcon-H1):
+    down_scale * down(act(gate_scale * gate(x)) * up(x))."""
+
+    def __init__(self, *sizes: int, gate_scale: float, down_scale: float, **options):
+        super().__init__(*sizes, **options)
+        self.gate_scale, self.down_scale = gate_scale, down_scale
+
+    def __call__(self, x_BTD: jax.Array) -> jax.Array:
+        return super().__call__(x_BTD) * jnp.asarray(self.down_scale, x_BTD.dtype)
+
+    def _hidden(self, x_BTD: jax.Array) -> jax.Array:
+        gate, up = multiply_fused(x_BTD, self.gate, self.up)
+        return gated(gate * jnp.asarray(self.gate_scale, gate.dtype), up, self.activation)
+
+
 # As in norm.py: the backward keeps the two inputs and nothing in between.
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def gated(gate: jax.Array, up: jax.Array, activation: str) -> jax.Array:

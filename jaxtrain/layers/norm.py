@@ -99,17 +99,24 @@ class UnitLayerNorm(LayerNorm):
 
 class GroupedRMSNorm(RMSNorm):
     """RMSNorm(x * silu(gate)) over each of `num_groups` equal parts of the last dim (Mamba-2: Dao
-    and Gu 2024, arXiv:2405.21060); rounded once, at the end."""
+    and Gu 2024, arXiv:2405.21060), or RMSNorm(x) * silu(gate); rounded once, at the end."""
 
     def __init__(
-        self, num_features: int, num_groups: int, *, eps: float, param_dtype: Dtype = jnp.float32
+        self,
+        num_features: int,
+        num_groups: int,
+        *,
+        gate_first: bool = True,
+        eps: float,
+        param_dtype: Dtype = jnp.float32,
     ):
         super().__init__(num_features, eps=eps, param_dtype=param_dtype)
         self.scale.set_metadata(axes=("heads",))
-        self.num_groups = num_groups
+        self.num_groups, self.gate_first = num_groups, gate_first
 
     def __call__(self, x: jax.Array, gate: jax.Array) -> jax.Array:
-        return normalize_groups(x, gate, self.scale[...], self.eps, self.num_groups)
+        how = self.eps, self.num_groups, self.gate_first
+        return normalize_groups(x, gate, self.scale[...], *how)
 
 
 class GatedRMSNorm(RMSNorm):
@@ -156,15 +163,17 @@ def normalize_centered(
     return (y if bias is None else y + bias.astype(y.dtype)).astype(x.dtype)
 
 
-@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(3, 4))
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=(3, 4, 5))
 def normalize_groups(
-    x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float, num_groups: int
+    x: jax.Array, gate: jax.Array, scale: jax.Array, eps: float, num_groups: int, gate_first: bool
 ) -> jax.Array:
     """The formula of GroupedRMSNorm, on arrays."""
     wide = jnp.promote_types(x.dtype, jnp.float32)
-    gated = x.astype(wide) * jax.nn.silu(gate.astype(wide))
-    unit = to_unit(gated.reshape(*x.shape[:-1], num_groups, -1), eps).reshape(x.shape)
-    return (unit * scale.astype(wide)).astype(x.dtype)
+    gate = jax.nn.silu(gate.astype(wide))
+    y = x.astype(wide) * gate if gate_first else x.astype(wide)
+    y = to_unit(y.reshape(*x.shape[:-1], num_groups, -1), eps).reshape(x.shape)
+    y = y * scale.astype(wide)
+    return (y if gate_first else y * gate).astype(x.dtype)
 
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=3)

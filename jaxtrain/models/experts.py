@@ -86,7 +86,7 @@ class ExpertsConfig(DecoderConfig):
     def check(self) -> None:
         super().check()
         top, count = self.num_experts_per_tok, self.num_local_experts
-        if not 1 <= top <= count:
+        if self.experts_per_token and not 1 <= top <= count:
             named = self.renamed.get("num_experts_per_tok", "num_experts_per_tok")
             raise UserError(f"config.json: {named}={top} must be from 1 to the {count} experts")
 

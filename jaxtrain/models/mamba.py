@@ -6,12 +6,17 @@ from typing import Any
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry, PermutedRows, StackedOps, Transpose
-from jaxtrain.layers.mamba2 import MambaSizes
+from jaxtrain.layers.mamba2 import USUAL, MambaOptions, MambaSizes
 from jaxtrain.models.naming import layer_entry, linear_entries
 
 
 def mamba_names(
-    sizes: MambaSizes, kind: str, layers: Sequence[int], path: str, module: str
+    sizes: MambaSizes,
+    kind: str,
+    layers: Sequence[int],
+    path: str,
+    module: str,
+    options: MambaOptions = USUAL,
 ) -> list[ParameterEntry]:
     """The tensors under `model.layers.<n>.<module>`; path: what the block calls the layer."""
     N, P, G, S = sizes[:4]
@@ -35,9 +40,15 @@ def mamba_names(
     entries = [
         ParameterEntry(f"stack.{kind}.{path}.in_proj.kernel", StackedOps(tuple(into))),
         ParameterEntry(f"stack.{kind}.{path}.conv", StackedOps(tuple(conv))),
-        layer_entry(kind, layers, f"{path}.norm.scale", f"{module}.norm.weight"),
-        *linear_entries(kind, layers, f"{path}.out_proj", f"{module}.out_proj"),
+        *linear_entries(
+            kind, layers, f"{path}.out_proj", f"{module}.out_proj", bias=options.out_bias
+        ),
     ]
+    if options.norm:
+        entries.append(layer_entry(kind, layers, f"{path}.norm.scale", f"{module}.norm.weight"))
+    if options.in_bias:
+        bias = rows("in_proj.bias", columns, all_rows)
+        entries.append(ParameterEntry(f"stack.{kind}.{path}.in_proj.bias", StackedOps(tuple(bias))))
     if sizes.conv_bias:
         bias = rows("conv1d.bias", mixed, conv_rows)
         entries.append(ParameterEntry(f"stack.{kind}.{path}.conv_bias", StackedOps(tuple(bias))))

@@ -10,6 +10,7 @@ from jaxtrain_kernels.grouped_matmul.moe import moe_ffn
 from jaxtrain_kernels.logp_gather import LogProbs, logp_gather
 from jaxtrain_kernels.recurrence.conv import causal_conv
 from jaxtrain_kernels.rotate_heads import rotate_heads
+from jaxtrain_kernels.selective_scan import selective_scan
 from jaxtrain_kernels.ssd import ssd
 from jaxtrain_kernels.tree_attention import attention
 from jaxtrain_kernels.weighted_logp import weighted_logp
@@ -29,6 +30,7 @@ __all__ = [
     "logp_gather",
     "moe_ffn",
     "rotate_heads",
+    "selective_scan",
     "ssd",
     "weighted_logp",
 ]

@@ -70,7 +70,7 @@ EXPERTS_IN_PEFT = [
 
 
 def make_base(folder, name="qwen3"):
-    config = families.config_from_hf(RAW[name])
+    config = families.config_from_hf({**SIZES, **{**ADDED, **RAW}[name]})
     saving.save(build.init(config, seed=3), config, folder)
     return families.read_config(folder)
 
@@ -182,6 +182,9 @@ def test_peft_loads_what_we_write(case, name, tmp_path):
     ("name", "target"),
     [
         pytest.param("nemotron_h", ["in_proj", "q_proj", "mlp"], marks=pytest.mark.thorough),
+        pytest.param("falcon_h1", ["in_proj", "q_proj", "mlp"], marks=pytest.mark.thorough),
+        pytest.param("jamba", ["attention"], marks=pytest.mark.thorough),
+        pytest.param("jamba_dense", ["all-linear"], marks=pytest.mark.thorough),
         ("qwen3_5", ["all-linear"]),
     ],
     ids=str,
@@ -189,7 +192,7 @@ def test_peft_loads_what_we_write(case, name, tmp_path):
 @pytest.mark.slow
 def test_recurrent_layers_go_to_peft_and_come_back(name, target, tmp_path):
     """Read by PEFT as we write it; what PEFT writes, read and merged by us. Nemotron-H's folders
-    say `backbone.` where PEFT says `model.`, and PEFT takes no adapter of its `out_proj`."""
+    say `backbone.` where PEFT says `model.`, and PEFT takes no adapter of Mamba's `out_proj`."""
     torch = pytest.importorskip("torch", reason="torch is not installed on this Python")
     peft = pytest.importorskip("peft", reason="peft is not installed on this Python")
     import transformers

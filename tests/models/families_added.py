@@ -53,6 +53,34 @@ SCOUT_ROPE = {
     "high_freq_factor": 1.0,
     "original_max_position_embeddings": 32,
 }
+FALCON_H1 = {
+    **EPS,
+    "head_dim": 12,
+    "mamba_d_head": "auto",
+    "mamba_d_state": 11,
+    "mamba_d_conv": 3,
+    "embedding_multiplier": 5.6,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.39,
+    "attention_in_multiplier": 0.8,
+    "attention_out_multiplier": 0.94,
+    "ssm_in_multiplier": 1.25,
+    "ssm_out_multiplier": 0.24,
+    "ssm_multipliers": [0.35, 0.25, 0.36, 0.5, 0.45],
+    "mlp_multipliers": [0.88, 0.59],
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e5},
+}
+JAMBA = {
+    "model_type": "jamba",
+    **EPS,
+    "num_hidden_layers": 4,
+    "attn_layer_period": 3,
+    "attn_layer_offset": 1,
+    "mamba_d_state": 7,
+    "mamba_d_conv": 3,
+    "mamba_dt_rank": 5,
+    "pad_token_id": 0,
+}
 LLAMA4 = {
     "model_type": "llama4_text",
     **EPS,
@@ -229,6 +257,41 @@ FAMILIES = {
         "multi_query": False,
         "tie_word_embeddings": False,
     },
+    "falcon_h1": {
+        "model_type": "falcon_h1",
+        **FALCON_H1,
+        "mamba_d_ssm": 48,
+        "mamba_n_heads": 6,
+        "mamba_n_groups": 2,
+    },
+    "falcon_h1_norm": {
+        "model_type": "falcon_h1",
+        **FALCON_H1,
+        "mamba_d_ssm": None,
+        "mamba_n_heads": 8,
+        "mamba_rms_norm": True,
+        "mamba_norm_before_gate": False,
+        "mamba_conv_bias": False,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias", "projectors_bias"), True),
+        "tie_word_embeddings": True,
+    },
+    "falcon_h1_norm_first": {
+        "model_type": "falcon_h1",
+        **FALCON_H1,
+        "mamba_d_ssm": 40,
+        "mamba_n_heads": 4,
+        "mamba_n_groups": 4,
+        "mamba_rms_norm": True,
+    },
+    "jamba": {**JAMBA, "num_experts": 6, "expert_layer_period": 2, "expert_layer_offset": 0},
+    "jamba_dense": {
+        **JAMBA,
+        "num_experts": 1,
+        "mamba_dt_rank": "auto",
+        "mamba_conv_bias": False,
+        "mamba_proj_bias": True,
+        "tie_word_embeddings": True,
+    },
     "apertus": {
         "model_type": "apertus",
         **EPS,
@@ -281,10 +344,12 @@ FAMILIES = {
     },
 }
 DEFAULT = {"falcon_groups"}
-CHOSEN = {"apertus", "exaone_moe", "lfm3", "nanochat", "phi", "youtu"}
+CHOSEN = {"apertus", "exaone_moe", "falcon_h1", "jamba", "lfm3", "nanochat", "phi", "youtu"}
 SHARDED = {
+    "falcon_h1": [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}],
+    "jamba": [{"fsdp": 2, "tensor": 2}, {"context": 2, "expert": 2}],
     "olmo_hybrid": [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}],
     "gpt2": {"context": 2, "tensor": 2},
     "phi": {"fsdp": 2, "tensor": 2},
 }
-DECODED = {"llama4", "mimo_v2_flash", "olmo_hybrid"}
+DECODED = {"falcon_h1", "jamba", "llama4", "mimo_v2_flash", "olmo_hybrid"}

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy_recurrent
+from families_added import FAMILIES as ADDED
 from families_experts import FAMILIES as EXPERTS
 from families_gemma import FAMILIES as GEMMA
 from tiny_models import RAW, SIZES, documents, pack
@@ -32,10 +33,14 @@ def toy(monkeypatch):
         pytest.param({**SIZES, **TOY}, True, marks=pytest.mark.slow),
         pytest.param(RAW["qwen3_5"], True, marks=pytest.mark.slow),
         pytest.param(RAW["nemotron_h_moe"], True, marks=pytest.mark.thorough),
+        pytest.param({**SIZES, **ADDED["falcon_h1"]}, True, marks=pytest.mark.thorough),
         pytest.param({**SIZES, **EXPERTS["lfm2_moe"]}, True, marks=pytest.mark.thorough),
         pytest.param({**SIZES, **GEMMA["gemma4_per_layer"]}, False, marks=pytest.mark.thorough),
     ],
-    ids=["attention", "rings", "recurrent", "hybrid", "mamba", "convolutions", "shared_keys"],
+    ids=[
+        *("attention", "rings", "recurrent", "hybrid", "mamba", "side_by_side", "convolutions"),
+        "shared_keys",
+    ],
 )
 def test_a_trial_leaves_what_was_kept(raw, apart):
     """Random numbers of 4 tried tokens stay, none and all among them, with plain steps between;

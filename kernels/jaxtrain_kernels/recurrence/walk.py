@@ -42,6 +42,9 @@ class ChunkRule(NamedTuple):
     gradients: Callable[..., tuple[jax.Array, ...]]
     """(chunk, S before, what `enter` made, gradient of o, what `leave` made, gradient of S behind,
     S behind) -> gradients of the inputs."""
+    shared: int = 0
+    """Number of inputs behind the others that all tokens share, of any shape; their gradients are
+    each chunk's share."""
 
 
 class Options(NamedTuple):
@@ -167,8 +170,10 @@ def _backward(rule, options, residuals, cotangents):
             rule, options, chunks, block, part, d_o, d_walk, d_state
         )
         chunk_grads = rule.gradients(part, before, entered, d_o, d_made, d_S, behind)
+        of_tokens = len(inputs) - rule.shared
         grads = tuple(
-            _put(all, chunks.row, tokens, x) for all, x in zip(grads, chunk_grads, strict=True)
+            _put(all, chunks.row, tokens, x) if index < of_tokens else all + x.sum((0, 1))
+            for index, (all, x) in enumerate(zip(grads, chunk_grads, strict=True))
         )
         return d_walk, d_state, grads
 
@@ -216,8 +221,9 @@ def _put(x, row_B, tokens_BGC, values):
 
 def _prepare(rule, options, chunks, block, inputs):
     """The chunks of a block, [B, G, H, ...]."""
-    tokens = _tokens(options, chunks, block)
-    return rule.prepare(*(_take(x, chunks.row, tokens) for x in inputs))
+    tokens, of_tokens = _tokens(options, chunks, block), len(inputs) - rule.shared
+    taken = (_take(x, chunks.row, tokens) for x in inputs[:of_tokens])
+    return rule.prepare(*taken, *inputs[of_tokens:])
 
 
 def _links(options: Options, chunks: Chunks, block):
