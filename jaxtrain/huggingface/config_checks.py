@@ -48,6 +48,8 @@ SIZES = {
     "mamba_n_groups": 2**14,
     "ssm_state_size": 2**14,
     "mamba_d_state": 2**14,
+    "attn_layer_period": 2**12,
+    "expert_layer_period": 2**12,
     "mamba_dt_rank": 2**20,
     "mamba_expand": 2**8,
     "conv_kernel": 2**8,

@@ -19,7 +19,7 @@ from jaxtrain.models.mamba import mamba_names, read_dt_limit
 
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
 CARRIED = {
-    *("mamba_chunk_size", "mamba_use_mlp", "mlp_expansion_factor", "num_logits_to_keep"),
+    *("mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep"),
     *("time_step_floor", "time_step_max", "time_step_min", "time_step_rank"),
 }
 """Attributes that do not change what is computed here."""
@@ -33,6 +33,7 @@ class Config(DecoderConfig):
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **dict.fromkeys(CARRIED, ()),
         "attn_layer_indices": (None,),
+        "mamba_use_mlp": (True,),
     }
 
     mamba_d_ssm: int | None = None

@@ -7,7 +7,6 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from jaxtrain.errors import UserError
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.mamba import Mamba, ScanSizes
@@ -68,12 +67,6 @@ class Config(ExpertsConfig):
             {k: v for k, v in raw.items() if k != "mamba_dt_rank" or not automatic}
         )
 
-    def check(self) -> None:
-        for name in ("attn_layer_period", "expert_layer_period"):
-            if getattr(self, name) < 1:
-                raise UserError(f"config.json: {name}={getattr(self, name)} must be at least 1")
-        super().check()
-
     @property
     def sizes(self) -> ScanSizes:
         """Sizes of the Mamba layers."""
@@ -87,15 +80,15 @@ class Config(ExpertsConfig):
         )
 
     def layers(self) -> tuple[LayerSpec, ...]:
-        specs = []
+        kinds = [
+            "block" if layer % self.attn_layer_period == self.attn_layer_offset else "mamba"
+            for layer in range(self.num_hidden_layers)
+        ]
         for layer in range(self.num_hidden_layers):
-            full = layer % self.attn_layer_period == self.attn_layer_offset
             sparse = layer % self.expert_layer_period == self.expert_layer_offset
-            kind = ("block" if full else "mamba") + (
-                "" if sparse and self.num_local_experts > 1 else "_dense"
-            )
-            specs.append(LayerSpec(kind, rope="none"))
-        return tuple(specs)
+            if not sparse or self.num_local_experts < 2:
+                kinds[layer] += "_dense"
+        return tuple(LayerSpec(kind, rope="none") for kind in kinds)
 
     def encodings(self) -> dict[str, tuple[np.ndarray, float]]:
         return {}

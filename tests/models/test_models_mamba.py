@@ -188,6 +188,61 @@ def test_a_published_config_counts_its_published_parameters():
     assert round(count_matmul_params(build.abstract(config)) / 1e9, 1) == 3.2
 
 
+FALCON_H1 = {
+    "model_type": "falcon_h1",
+    "attn_layer_indices": None,
+    "head_dim": 64,
+    "hidden_size": 1024,
+    "intermediate_size": 2048,
+    "mamba_d_head": 64,
+    "mamba_d_ssm": 1536,
+    "mamba_d_state": 128,
+    "mamba_n_heads": 24,
+    "mamba_norm_before_gate": False,
+    "mamba_use_mlp": True,
+    "mlp_multipliers": [0.8838834764831844, 0.5859375],
+    "num_attention_heads": 8,
+    "num_hidden_layers": 36,
+    "num_key_value_heads": 2,
+    "rope_scaling": None,
+    "rope_theta": 1e11,
+    "ssm_multipliers": [0.35, 0.25, 0.35, 0.5, 0.35],
+    "time_step_rank": "auto",
+    "vocab_size": 32784,
+}
+JAMBA = {
+    "model_type": "jamba",
+    "mamba_dt_rank": 256,
+    "mamba_inner_layernorms": True,
+    "n_ctx": 2**18,
+}
+
+
+@pytest.mark.parametrize(("raw", "count"), [(FALCON_H1, 521_411_104), (JAMBA, 51_570_323_328)])
+def test_falcon_h1_and_jamba_count_their_published_parameters(raw, count):
+    """Falcon-H1-0.5B; Jamba-v0.1, whose sizes are the defaults of its class."""
+    config = families.config_from_hf(raw)
+    assert build.param_count(config) == count
+    assert families.config_from_hf(json.loads(json.dumps(config.to_hf()))) == config
+
+
+@pytest.mark.parametrize(
+    ("raw", "change", "words"),
+    [
+        (FALCON_H1, {"mlp_multipliers": [1.0]}, "mlp_multipliers must have 2 numbers"),
+        (FALCON_H1, {"mamba_n_groups": 5}, "24 Mamba heads must be a multiple of the 5 groups"),
+        (FALCON_H1, {"attn_layer_indices": [1]}, "only null is"),
+        (FALCON_H1, {"mamba_use_mlp": False}, "only true is"),
+        (JAMBA, {"num_experts_per_tok": 17}, "must be from 1 to the 16 experts"),
+        (JAMBA, {"attn_layer_period": 0}, "attn_layer_period is a number, 0; it must be"),
+        (JAMBA, {"mamba_inner_layernorms": False}, "only true is"),
+    ],
+)
+def test_what_falcon_h1_and_jamba_do_not_compute_is_refused(raw, change, words):
+    with pytest.raises(UserError, match=words):
+        families.config_from_hf({**raw, **change})
+
+
 def test_adapters_have_pefts_names():
     config = families.config_from_hf(RAW["nemotron_h_moe"])
     linears = find_linears(config)
