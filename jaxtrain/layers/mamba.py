@@ -100,8 +100,8 @@ class Mamba(Mixer):
         wide = jnp.promote_types(init.param_dtype, jnp.float32)
         bias_F = draw_first_bias(init.rngs.params(), F, wide)
         self.dt_bias = nnx.Param(bias_F, axes=("heads",))
-        decay_FS = jnp.broadcast_to(jnp.arange(1, S + 1, dtype=wide), (F, S))
-        self.A_log = nnx.Param(jnp.log(decay_FS), axes=("heads", None))
+        log_S = jnp.asarray(np.log(np.arange(1, S + 1)), wide)
+        self.A_log = nnx.Param(jnp.broadcast_to(log_S, (F, S)), axes=("heads", None))
         self.D = nnx.Param(jnp.ones((F,), wide), axes=("heads",))
         self.out = linear(F, num_features, axes=("heads", "embed"))
         self.num_channels, self.state_dim, self.step_rank, self.impl = F, S, rank, impl
