@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from jaxtrain.errors import UserError
-from jaxtrain.runs.run_files import require_writable, write_output
+from jaxtrain.runs.run_files import require_rows_file, write_output
 
 
 class AnswerFile:
@@ -35,7 +35,7 @@ class AnswerFile:
         self.path, self.rows, self.shard_rows = path, rows, shard_rows
         self.part = path.with_name(f"{path.name}.part")
         if shard_rows is None:
-            require_writable(path, overwrite)
+            require_rows_file(path, overwrite)
         elif (
             path.exists()
             and any(path.iterdir() if path.is_dir() else [path])

@@ -110,7 +110,7 @@ def generate_command(args: argparse.Namespace) -> None:
         from jaxtrain.cli.prompt_images import holds_images, open_readers
         from jaxtrain.distributed.compile_cache import CompileCounter
         from jaxtrain.runs.progress import ProgressTicker
-        from jaxtrain.runs.run_files import require_writable
+        from jaxtrain.runs.run_files import require_rows_file
 
     if args.env and (args.raw or args.system):
         raise UserError(
@@ -135,7 +135,7 @@ def generate_command(args: argparse.Namespace) -> None:
     args.overrides = [word for word in args.overrides if word not in words]
     rows, dataset = list_rows(args, words)
     if args.output and args.env:
-        require_writable(args.output, args.overwrite)
+        require_rows_file(args.output, args.overwrite)
     read = partial(read_request, args=args, dataset=dataset)
     if args.drop_malformed:
         rows = leave_out_malformed(rows, read, dataset)

@@ -183,7 +183,7 @@ def read_request(
     if prompt is None:
         raise UserError(
             f"{origin}: needs messages (a list of role and content) or prompt (a text); found keys"
-            f" {', '.join(row) or 'none'}"
+            f" {', '.join(row) or 'none'}; dataset.fields.prompt=KEY takes another one"
         )
     messages = prompt.messages
     keywords = {**(dataset.chat_template_kwargs if dataset else {})}

@@ -59,9 +59,9 @@ def score_command(args: argparse.Namespace) -> None:
     from jaxtrain.data.counts import Counts, add_items, describe_drops
     from jaxtrain.data.sample import Dropped
     from jaxtrain.data.sources.dataset import open_rows
-    from jaxtrain.runs.run_files import open_output, require_writable
+    from jaxtrain.runs.run_files import open_output, require_rows_file
 
-    require_writable(args.output, args.overwrite)
+    require_rows_file(args.output, args.overwrite)
     if os.path.exists(args.data) and args.output.exists():
         if os.path.samefile(args.output, args.data):
             raise UserError(f"--output {args.output} is the file to be read; name another one")

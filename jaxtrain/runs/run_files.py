@@ -334,6 +334,15 @@ def require_writable(path: Path, overwrite: bool, key: str = "--output") -> None
         )
 
 
+def require_rows_file(path: Path, overwrite: bool) -> None:
+    """Raise UserError unless a command may write rows, which are JSON lines, to `path`."""
+    if path.suffix.lower() in (".csv", ".parquet", ".arrow"):
+        raise UserError(
+            f"--output {str(path)!r}: rows are written as JSON lines; let its name end in .jsonl"
+        )
+    require_writable(path, overwrite)
+
+
 def write_output(path: Path, content: bytes, key: str = "--output") -> None:
     """Write a command's output file and create its folder; a failure leaves the previous file
     intact."""

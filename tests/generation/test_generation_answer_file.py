@@ -229,3 +229,9 @@ def test_what_servers_cannot_do_is_refused(capsys):
     ]:
         assert main([*base, *words]) == 2
         assert output in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["out.csv", "out.Parquet"])
+def test_rows_are_not_written_under_the_name_of_another_format(tmp_path, name):
+    with pytest.raises(UserError, match="rows are written as JSON lines"):
+        AnswerFile(tmp_path / name, ROWS, "")
