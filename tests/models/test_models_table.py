@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,16 @@ import make_models_table as table
 @pytest.mark.slow
 def test_the_page_is_up_to_date():
     assert table.make_table() in table.PAGE.read_text(), "run python scripts/make_models_table.py"
+
+
+def test_every_type_without_a_family_is_listed_with_the_reason():
+    """Of transformers' causal language models."""
+    auto = pytest.importorskip("transformers.models.auto.modeling_auto")
+    page = table.PAGE.read_text()
+    rows = page[page.index("<!-- others -->") : page.index("<!-- end others -->")].splitlines()
+    listed = [name for row in rows[3:] for name in re.findall(r"`([^`]*)`", row.split("|")[2])]
+    names = auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    assert sorted(listed) == sorted(t for t, name in names.items() if name not in ARCHITECTURES)
 
 
 @pytest.mark.slow
