@@ -69,10 +69,11 @@ class Model:
         several: bool = False,
         own_dtype: bool = False,
     ):
-        """name: as above. several: open all policies of a run that trained several as `policies`;
-        methods without a policy use the first one. overrides: "section.key=value" as on
-        the command line, such as "model.compute_dtype=bfloat16" (a folder is computed in float32, a
-        run as it trained). own_dtype: a folder is computed in its own dtype.
+        """name: a run's output_dir (its newest checkpoint), a Hugging Face or PEFT folder, or a Hub
+        id. several: open all policies of a run that trained several as `policies`; methods without
+        a policy use the first one. overrides: "section.key=value" as on the command line, such as
+        "model.compute_dtype=bfloat16" (a folder is computed in float32, a run as it trained).
+        own_dtype: a folder is computed in its own dtype.
 
         Raises UserError for a name that is no model, and for a damaged one.
         """

@@ -1,4 +1,4 @@
-"""Write the generated pages of docs/: reference/config, command_line.md, from_*.md, schema.json.
+"""Write the generated pages of docs/: reference, command_line.md, from_*.md, schema.json.
 
 python scripts/make_reference.py          # writes them
 python scripts/make_reference.py --check  # names those that are old; 1 where there are any
@@ -14,6 +14,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "kernels")]
 
 def render_pages() -> dict[str, str]:
     """{name in docs/: text}."""
+    from api_page import render_api
     from migration_pages import render_migration
 
     from jaxtrain.cli.reference import render_commands
@@ -22,6 +23,7 @@ def render_pages() -> dict[str, str]:
 
     return {
         **{f"reference/{name}": text for name, text in docs.render_pages().items()},
+        "reference/api.md": render_api(),
         "command_line.md": render_commands(),
         "schema.json": render_schema(),
         **render_migration(),

@@ -20,6 +20,15 @@ def test_the_command_line_is_up_to_date():
     assert "| `--draft` | DRAFT | required; folder of a draft model, or mtp |" in page
 
 
+def test_the_api_reference_is_up_to_date(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "scripts")
+    from api_page import render_api
+
+    page = (DOCS / "reference" / "api.md").read_text()
+    assert page == render_api(), "run `make docs`"
+    assert "Model.logprobs(texts: Sequence[Text]" in page and "\nNone\n" not in page
+
+
 def test_every_method_has_a_row_in_the_supported_matrix():
     page = (DOCS / "support.md").read_text()
     for kind in TASKS:
