@@ -118,6 +118,13 @@ def test_prompt_and_completion_are_joined_with_default_roles():
     assert [m["role"] for m in messages] == ["user", "user", "assistant"]
 
 
+@pytest.mark.parametrize("question", [{"question": "Q"}, {"instruction": "Q"}, {"input": "Q"}])
+def test_questions_and_answers_have_the_names_of_other_readers(question):
+    columns = Row({**question, "output": "A"})
+    assert [m["content"] for m in read_row(columns).messages] == ["Q", "A"]
+    assert not columns.unread
+
+
 def broken(arguments):
     calls = [{"function": {"name": "f", "arguments": arguments}}]
     spoken = {"role": "assistant", "content": "", "tool_calls": calls}

@@ -203,7 +203,7 @@ def test_labels_stand_on_the_last_token_of_separators(
     config, tokenizer = steps_config(), load_tokenizer("builtin")
     (dataset,), data = config.data.datasets, config.data
     read = StepwiseReader(dataset, tokenizer, data, "\n##", last_only, max_completion)
-    (tree,) = read(ROW, "row 0")
+    (tree,) = read({"question" if k == "prompt" else k: v for k, v in ROW.items()}, "row 0")
     if isinstance(expected, str):
         assert isinstance(tree, Dropped) and tree.reason == expected
         return

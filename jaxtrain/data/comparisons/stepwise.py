@@ -177,7 +177,6 @@ class StepwiseReader:
         return *self._prompt(row), tokens, labels
 
     def _prompt(self, row: Row) -> tuple[list[int], PlacedImages | None]:
-        row.require("prompt")
         prompt = read_prompt(row)
         if prompt is None:
             raise MalformedRow("column prompt is missing or empty")

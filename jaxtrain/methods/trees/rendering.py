@@ -14,10 +14,11 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.chat.control_tokens import SpecialTokens, encoder_of
-from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow, is_empty
+from jaxtrain.data.chat.messages import SYSTEM_ROLES, MalformedRow
 from jaxtrain.data.chat.omissions import Kwargs
 from jaxtrain.data.chat.rows import Conversation, Row
 from jaxtrain.data.chat.template import Renderer, TemplateFailed, render_text
+from jaxtrain.data.formats import ANSWERS, QUESTIONS
 from jaxtrain.methods.trees.turns import AssistantTurn, make_turns
 
 START, END = "<|im_start|>", "<|im_end|>"
@@ -25,18 +26,20 @@ THINK, THINK_END = "<think>", "</think>"
 
 
 def read_row(row: Row) -> Conversation:
-    """Return the conversation of a row with messages, or with `prompt` and `completion`.
+    """Return the conversation of a row with messages, or with a question and an answer.
 
     Messages without a role are the user's, those of a completion the assistant's. Contents are
     stripped of outer white space. Raises MalformedRow.
     """
     messages = row.messages("user")
     if messages is None:
-        prompt, completion = row.get("prompt"), row.get("completion")
-        if is_empty(prompt) or is_empty(completion):
+        question, answer = (
+            next((n for n in names if n in row), None) for names in (QUESTIONS, ANSWERS)
+        )
+        if question is None or answer is None:
             raise MalformedRow("needs messages, or prompt and a non-empty completion")
-        messages = row.read_messages(prompt, "user", True)
-        messages += row.read_messages(completion, "assistant", True)
+        messages = row.read_messages(row.question(question), "user", True)
+        messages += row.read_messages(row.get(answer), "assistant", True)
     conversation = row.conversation(messages)
     for message in conversation.messages:
         message["content"] = message["content"].strip()
