@@ -16,7 +16,7 @@ from jaxtrain.batch import Batch
 from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.counts import Counts, add_items
 from jaxtrain.data.packing.pack import Fields, Normalize
-from jaxtrain.data.packing.steps import BatchSource, StepIterator, StepShape, raise_if_error
+from jaxtrain.data.packing.steps import BatchSource, StepIterator, StepShape
 from jaxtrain.data.packing.window import TreeReader, UnitPacker, WindowPacker
 from jaxtrain.data.sample import RowNote, to_trees
 from jaxtrain.data.sources.readers import (
@@ -192,8 +192,7 @@ def eval_batches(
     packer = _open_packer(reader, ordered, 0, limits)
     iterator = StepIterator(packer, shape)
     try:
-        for batch in iterator:
-            yield raise_if_error(batch)
+        yield from iterator
     finally:
         done(packer.counts)
         iterator.close()

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 import jax
-import orbax.checkpoint as ocp
 
 from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.errors import UserError
@@ -101,6 +100,8 @@ class Checkpoints:
         Does nothing if the step is already saved. Raises UserError on disk errors, which leave
         older checkpoints intact.
         """
+        import orbax.checkpoint as ocp  # slow to import, and not needed before the first step
+
         # One checkpoint is in flight at most: its copies on the host are released before the next.
         self.wait()
         if self._folder(step).is_dir():
@@ -189,6 +190,8 @@ class Checkpoints:
     def load(self, step: int, abstract: Any) -> Restored:
         """Read a checkpoint without checking its files; `abstract` may be a subset of its
         arrays."""
+        import orbax.checkpoint as ocp
+
         folder = self._folder(step)
         named = name_leaves(abstract)
         check_shapes(folder, named)
@@ -208,6 +211,8 @@ class Checkpoints:
 
     def _open(self) -> None:
         """Start Orbax on first use, so that restore() can clear the folder before."""
+        import orbax.checkpoint as ocp
+
         if self._orbax is None:
             self.folder.mkdir(parents=True, exist_ok=True)
             options = ocp.CheckpointManagerOptions(

@@ -7,12 +7,14 @@ Both queues are bounded: the workers wait for the thread, and the thread for the
 depend only on the data, the seed and the draw number, not on workers, threads or resumes.
 """
 
+import copy
+import queue
+import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import grain
 import numpy as np
 
 from jaxtrain.batch import Batch
@@ -69,13 +71,11 @@ class StepShape:
         )
 
 
-class StepIterator(grain.DatasetIterator):
+class StepIterator:
     """Batches [A, B, T] from packed rows; its state is JSON-able."""
 
     def __init__(self, packer: WindowPacker | UnitPacker, shape: StepShape):
-        super().__init__()
         self._packer, self._shape = packer, shape
-        self._failed = False
         self._totals: dict[str, Any] = {
             "batches": 0,
             "rows": 0,
@@ -85,18 +85,10 @@ class StepIterator(grain.DatasetIterator):
             "shapes": [],
         }
 
-    def __next__(self) -> Batch | UserError:
-        if self._failed:
-            raise StopIteration
-        try:
-            return self._next_batch()
-        except UserError as error:
-            self._failed = True
-            # grain adds text to errors that pass through its iterators, so the error is returned
-            # as a value and raised by `BatchSource.__next__`.
-            return error
+    def __iter__(self) -> "StepIterator":
+        return self
 
-    def _next_batch(self) -> Batch:
+    def __next__(self) -> Batch:
         shape = self._shape
         rows = self._next_rows()
         if not rows:
@@ -136,7 +128,6 @@ class StepIterator(grain.DatasetIterator):
         return {"packer": self._packer.state(), "totals": dict(self._totals)}
 
     def set_state(self, state: dict) -> None:
-        self._failed = False
         self._packer.restore(state["packer"])
         self._totals = dict(state["totals"])
 
@@ -166,21 +157,65 @@ def count_images(rows: Sequence[Sequence[Tree | Forest]]) -> dict[str, int]:
     }
 
 
-def raise_if_error(item: Batch | UserError) -> Batch:
-    if isinstance(item, UserError):
-        raise item
-    return item
+class _ReadAhead:
+    """StepIterator read by a thread, at most `size` batches ahead; its state is that after the
+    batch that was returned last."""
+
+    def __init__(self, steps: StepIterator, size: int):
+        self._steps, self._state = steps, steps.get_state()
+        self._items: queue.Queue = queue.Queue(size)
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    def __next__(self) -> Batch:
+        if self._thread is None:
+            self._stop.clear()
+            # The thread holds no reference to self, which is closed by its owner's finalizer.
+            arguments = (self._steps, self._items, self._stop)
+            self._thread = threading.Thread(
+                target=_read_steps, args=arguments, name="pack-batches", daemon=True
+            )
+            self._thread.start()
+        batch, state, error = self._items.get()
+        if error is not None:
+            self._halt()
+            raise error
+        self._state = state
+        return batch
+
+    def get_state(self) -> dict:
+        return self._state
+
+    def set_state(self, state: dict) -> None:
+        self._halt()
+        self._steps.set_state(state)
+        self._state = self._steps.get_state()
+
+    def close(self) -> None:
+        self._halt()
+        self._steps.close()
+
+    def _halt(self) -> None:
+        if self._thread is None:
+            return
+        self._stop.set()
+        self._drain()  # a thread that waits for room puts one more batch and ends
+        self._thread.join()
+        self._thread = None
+        self._drain()
+
+    def _drain(self) -> None:
+        while not self._items.empty():
+            self._items.get_nowait()
 
 
-class _Steps(grain.IterDataset):
-    """`StepIterator` as a node of a grain graph."""
-
-    def __init__(self, packer: WindowPacker | UnitPacker, shape: StepShape):
-        super().__init__()
-        self._packer, self._shape = packer, shape
-
-    def __iter__(self) -> StepIterator:
-        return StepIterator(self._packer, self._shape)
+def _read_steps(steps: StepIterator, items: queue.Queue, stop: threading.Event) -> None:
+    try:
+        while not stop.is_set():
+            batch = next(steps)
+            items.put((batch, copy.deepcopy(steps.get_state()), None))
+    except Exception as error:  # StopIteration, too: raised where the batch is asked for
+        items.put((None, None, error))
 
 
 class BatchSource:
@@ -201,18 +236,14 @@ class BatchSource:
         self.lengths = shape.lengths
         """Possible T of a batch, the upper bound of compilations."""
         self._layout = layout
-        iterator = iter(
-            grain.experimental.ThreadPrefetchIterDataset(
-                _Steps(packer, shape), prefetch_buffer_size=prefetch
-            )
-        )
-        # The finalizer also runs at the exit of Python, while the modules that grain's own __del__
-        # needs still exist. The list lets it drop the last reference to the iterator.
+        iterator = _ReadAhead(StepIterator(packer, shape), prefetch)
+        # The finalizer also runs at the exit of Python, before its modules are torn down. The list
+        # lets it drop the last reference to the iterator.
         self._open_iterators = [iterator]
         self._finalizer = weakref.finalize(self, _close, self._open_iterators)
 
     @property
-    def _iterator(self) -> grain.DatasetIterator:
+    def _iterator(self) -> _ReadAhead:
         if not self._open_iterators:
             raise ValueError("the data source is closed")
         return self._open_iterators[0]
@@ -221,7 +252,7 @@ class BatchSource:
         return self
 
     def __next__(self) -> list[Batch]:
-        return [raise_if_error(next(self._iterator))]
+        return [next(self._iterator)]
 
     def state(self) -> dict:
         """Return the cursor after the last round, for `restore`."""

@@ -11,9 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import grain
 import numpy as np
-from absl import flags
 
 from jaxtrain.data.packing.tree import Forest, Tree, TreeGroup
 from jaxtrain.data.sample import RowNote, Sample, to_trees
@@ -139,7 +137,7 @@ class IndexedReader:
         self._drawn = 0
         self.repeated = False
         """True if the row of the last draw was drawn before."""
-        self._chunks: grain.DatasetIterator | None = None
+        self._chunks: Any = None
         self._pending: Iterator[Items] = iter(())
 
     def __next__(self) -> Items:
@@ -167,21 +165,27 @@ class IndexedReader:
             self._chunks.close()
         self._chunks, self._pending = None, iter(())
 
-    def _open(self) -> grain.DatasetIterator:
+    def _open(self) -> Any:
+        """Return an iterator of chunks with close()."""
         limits = (self._row_tokens, self._row_patches)
-        rows: Any = _Rows(self._parts, self._order, *limits, self._drawn, self._stop)
-        options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
-        chunks = grain.MapDataset.source(rows).to_iter_dataset(options)
-        if self._num_workers:
-            if not flags.FLAGS.is_parsed():
-                flags.FLAGS.mark_as_parsed()  # grain reads absl flags, which fail if never parsed
-            chunks = chunks.mp_prefetch(
-                grain.MultiprocessingOptions(
-                    num_workers=self._num_workers, per_worker_buffer_size=4
-                ),
-                _leave_interrupts,
-            )
-        return iter(chunks)
+        rows = _Rows(self._parts, self._order, *limits, self._drawn, self._stop)
+        if not self._num_workers:
+            return (rows[chunk] for chunk in range(len(rows)))
+        return _open_workers(rows, self._num_workers)
+
+
+def _open_workers(rows: Any, num_workers: int) -> Any:
+    """Read chunks in worker processes."""
+    # With Orbax, which it imports, a second of the start of a run without workers.
+    import grain
+    from absl import flags
+
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()  # grain reads absl flags, which fail if never parsed
+    reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
+    workers = grain.MultiprocessingOptions(num_workers=num_workers, per_worker_buffer_size=4)
+    chunks = grain.MapDataset.source(rows).to_iter_dataset(reading)
+    return iter(chunks.mp_prefetch(workers, _leave_interrupts))
 
 
 def _leave_interrupts(worker: int, num_workers: int) -> None:
