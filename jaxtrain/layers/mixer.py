@@ -181,12 +181,7 @@ class Mixer(nnx.Module):
     ) -> State:
         """Replace rows of `state` by those of a `filled` one with at most as many slots; rows out
         of range are dropped."""
-
-        def put(old: jax.Array, new: jax.Array) -> jax.Array:
-            part = tuple(slice(size) for size in new.shape[1:])
-            return old.at[(rows_R, *part)].set(new[source_R].astype(old.dtype), mode="drop")
-
-        return jax.tree.map(put, state, filled)
+        return jax.tree.map(lambda old, new: put_rows(old, rows_R, new, source_R), state, filled)
 
     def commit_state(self, spec: LayerSpec, tried: State, decoding: Decoding) -> State:
         """Return the state after the tokens up to `decoding.end`, from that of a trial that began
@@ -201,6 +196,13 @@ class Mixer(nnx.Module):
             return constrain(x, *names)
 
         return jax.tree.map(place, state)
+
+
+@jax.jit  # traced and lowered once for all layers: indexing is slow to trace
+def put_rows(old: jax.Array, rows_R: jax.Array, new: jax.Array, source_R: jax.Array) -> jax.Array:
+    """Replace rows of an array by those of one that is no larger; see `Mixer.insert_state`."""
+    part = tuple(slice(size) for size in new.shape[1:])
+    return old.at[(rows_R, *part)].set(new[source_R].astype(old.dtype), mode="drop")
 
 
 class Tokenwise(Mixer):

@@ -9,6 +9,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
+import jax
 import numpy as np
 from flax import nnx
 
@@ -29,6 +30,9 @@ from jaxtrain.models.check_tensors import fixed_dtypes
 from jaxtrain.models.decoder import Decoder
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.families import family
+
+SMALL_BYTES = 2**28
+"""Size up to which a parameter is fetched whole."""
 
 
 def save(
@@ -60,7 +64,7 @@ def save(
             forced = fixed.get(name) or (None if name in wide else dtype)
             chosen = forced or stored.get(name) or stored.get("") or param_dtype
             plan[name] = (shape, np.dtype(chosen))
-    pieces = (piece for e in entries for piece in e.op.write(params[e.param], to_host))
+    pieces = (p for e in entries for p in e.op.write(fetch_small(params[e.param]), to_host))
     if is_main_process():
         files = open_carried(model)
         carried = {} if files is None else carried_tensors(files, model.carries)
@@ -81,6 +85,13 @@ def save(
         collections.deque(pieces, maxlen=0)  # takes part in the gathers
     sync_processes("save")
     return loss
+
+
+def fetch_small(array: jax.Array) -> jax.Array | np.ndarray:
+    """Return an array on the host, but a large one as it is: to cut layers out of it on a device
+    takes two programs for each shape, and to fetch it whole the host's memory."""
+    small = array.nbytes <= SMALL_BYTES and array.is_fully_addressable
+    return to_host(array) if small else array
 
 
 def write_config(
