@@ -120,6 +120,7 @@ class StateProgram:
         """options: of jax.jit."""
         self._function, self._options = function, options
         self._plain: Any = jax.jit(function, **options)
+        self._spread: Any = jax.jit(replicate_vectors(function), **options)
         self._programs: dict[Mesh, Any] = {}
         functools.update_wrapper(self, function)
 
@@ -137,7 +138,7 @@ class StateProgram:
         except ValueError:  # within the trace of another program, which decides on shardings
             return self._plain
         if mesh.empty or mesh.size > 1:
-            return self._plain
+            return self._plain if mesh.empty else self._spread
         if mesh not in self._programs:
             sharding = NamedSharding(mesh, PartitionSpec())
             self._programs[mesh] = jax.jit(self._function, out_shardings=sharding, **self._options)
@@ -145,7 +146,21 @@ class StateProgram:
 
     def count(self) -> int:
         """Return how many programs jax holds of it."""
-        return sum(program._cache_size() for program in (self._plain, *self._programs.values()))
+        programs = (self._plain, self._spread, *self._programs.values())
+        return sum(program._cache_size() for program in programs)
+
+
+def replicate_vectors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the function with results of at most one axis copied to all devices of the mesh."""
+
+    def place(x: jax.Array) -> jax.Array:
+        return jax.lax.with_sharding_constraint(x, PartitionSpec()) if x.ndim <= 1 else x
+
+    @functools.wraps(function)
+    def run(*arguments: Any, **keywords: Any) -> Any:
+        return jax.tree.map(place, function(*arguments, **keywords))
+
+    return run
 
 
 def state_program(**options: Any) -> Callable[[Callable[..., Any]], StateProgram]:

@@ -203,10 +203,7 @@ class Stack(nnx.Module):
             if segment.repeats == 1:
                 spec = self.specs[segment.start]
                 graphdef, params = block[spec.kind]
-                # Not leaf[0], whose tracing is a sixth of that of an unrolled model.
-                params, layer_inputs = jax.tree.map(
-                    lambda leaf: jax.lax.squeeze(leaf, (0,)), (params, layer_inputs)
-                )
+                params, layer_inputs = jax.tree.map(lambda x: x.squeeze(0), (params, layer_inputs))
                 run_block = runner(graphdef, spec, scanned=False)
                 x_BTD, state, layer_export, layer_notes = run_block(
                     x_BTD,
