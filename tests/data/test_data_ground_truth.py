@@ -26,6 +26,9 @@ TALK = [
         {"prompt": "Q", "ground_truth": "A"},
         {"prompt": "Q", "completion": "A"},
         {"input": "Q", "output": "A"},
+        {"instruction": "Q", "output": "A"},
+        {"question": "Q", "ground_truth": "A", "prompt": ""},
+        {"question": "Q", "completion": "A", "ground_truth": None},
         {"prompt": "Q", "completion": [{"role": "assistant", "content": "A"}]},
     ],
 )

@@ -2,9 +2,8 @@
 
 | columns                      | prompt                         | ground truth              |
 |------------------------------|--------------------------------|---------------------------|
-| prompt, ground_truth         | the text, or the messages      | ground_truth              |
-| prompt, completion           | the text, or the messages      | completion                |
-| input, output                | input, as the user's message   | output                    |
+| a question, and an answer    | the text, or the messages      | ground_truth, completion, |
+|                              |                                | or output                 |
 | messages (or conversations)  | what stands before the turn    | the turn of the assistant |
 
 Of a conversation the turn is the assistant's first one, the last one, or each in turn; behind the
@@ -17,7 +16,12 @@ from typing import Any, Literal, NamedTuple
 
 from jaxtrain.data.chat.messages import MalformedRow, split_thinking, without_flags
 from jaxtrain.data.chat.rows import Row
+from jaxtrain.data.formats import ANSWERS as PLAIN_ANSWERS
+from jaxtrain.data.formats import QUESTIONS
 from jaxtrain.data.sample import select_turns
+
+ANSWERS = ("ground_truth", *PLAIN_ANSWERS)
+"""Columns of the ground truth."""
 
 Turns = Literal["first", "last", "all"]
 Thinking = Literal["keep", "split", "answer_only"]
@@ -94,22 +98,22 @@ def _conversation(row: Mapping[str, Any]) -> list[dict[str, Any]] | None:
 def _pair(row: Mapping[str, Any], column: str) -> tuple[Any, dict[str, Any]]:
     """(prompt, the assistant's message) of a row of two columns."""
     columns = Row(row)
-    for before, after in ((column, "ground_truth"), (column, "completion"), ("input", "output")):
-        name = before
-        if before == column and row.get(column) is None and columns.messages() is not None:
-            name = "messages"
-        prompt, answer = row.get(name), row.get(after)
-        if prompt is not None and answer is not None:
-            break
-    else:
+    name, answer_name = (
+        next((name for name in names if name in columns), None)
+        or next((name for name in names if row.get(name) is not None), None)
+        for names in ((column, *QUESTIONS), ANSWERS)
+    )
+    if name != column and columns.messages() is not None:
+        name = "messages"
+    if name is None or answer_name is None:
         raise MalformedRow(
-            "no ground truth: a row needs messages with an assistant's turn, or columns"
-            f" {column} and ground_truth, {column} and completion, or input and output"
+            "no ground truth: a row needs messages with an assistant's turn, or a question"
+            f" ({', '.join(dict.fromkeys((column, *QUESTIONS)))}) and {', '.join(ANSWERS)}"
         )
     prompt = columns.prompt(name)
     if not isinstance(prompt, str) and prompt and prompt[-1]["role"] == "assistant":
         raise MalformedRow("the prompt ends in a turn that the ground truth cannot continue")
-    answers = columns.read_messages(answer, "assistant")
+    answers = columns.read_messages(row[answer_name], "assistant")
     if [message["role"] for message in answers] != ["assistant"]:
         raise MalformedRow("the ground truth must be a text, or one message of the assistant's")
     return prompt, answers[0]
