@@ -48,7 +48,7 @@ def run_eval(argv: list[str]) -> int:
         default=[],
         metavar="KEY=VALUE",
         help="of the harness: num_fewshot, limit, apply_chat_template, fewshot_as_multiturn,"
-        " system_instruction, gen_kwargs, include_path (of own tasks); several times",
+        " system_instruction, gen_kwargs, include_path (of custom tasks); several times",
     )
     parser.add_argument(
         "--output", type=expand_path, help="folder for what is generated; default: RUN/eval"

@@ -53,7 +53,7 @@ class DatasetConfig(Section):
     """Read while training instead of downloading and shuffling as a whole."""
     format: Annotated[str, known_in("formats", FORMATS)] = "auto"
     """How to read a row: chat, prompt_completion, alpaca, input_output or completion; auto tells
-    from the columns. Or an own function: an entry point's name, "package.module:function" or
+    from the columns. Or a custom function: an entry point's name, "package.module:function" or
     "file.py:function" (docs/extending.md)."""
     fields: dict[str, str] = {}
     """Renamed columns, wanted = found: {messages = "conversations"} or {prompt = "question",

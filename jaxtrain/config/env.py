@@ -26,7 +26,7 @@ class EnvConfig(Section):
     turns, the assistant's drawn and the others as the data have them; the first answer alone is
     trained (task.kind ebft). nemo_gym: an agent of NeMo Gym (section gym). openenv: a game on an
     OpenEnv server (section openenv). verifiers: a task of a verifiers taskset (section verifiers).
-    Or an own one: a function `async run(row, chat, **options)`, or a class, made with (tokenizer,
+    Or a custom one: a function `async run(row, chat, **options)`, or a class, made with (tokenizer,
     **options), whose `async run(row, engine, sampling, index)` plays an episode: an entry point's
     name, "package.module:name" or "file.py:name"; or python, and that in path."""
     path: Place | None = None
@@ -44,16 +44,16 @@ class EnvConfig(Section):
     """Of kinds single_turn, tools, dialogue and openenv: a system message before prompts that have
     none."""
     tools: list[Place] = []
-    """Of kind tools and of own functions: Python functions that the model may call, each
+    """For kind tools and custom functions: Python functions that the model may call, each
     "file.py:function", "package.module:function" or an entry point's name. Their signatures and
     docstrings (`Args:`) are what the model is told of them."""
     tool_seconds: float = Field(30.0, gt=0, le=SECONDS)
     """Longest call of a tool; then the model is told that it took too long."""
     max_turns: int = Field(8, ge=1, le=ROWS)
-    """Assistant turns of one episode, tool calls included. An own function is held to it in
+    """Assistant turns of one episode, tool calls included. A custom function is held to it in
     `chat.answer()`."""
     history: Literal["template", "tokens"] = "template"
-    """Of all kinds with turns, own classes aside: what a turn is drawn behind. template: the
+    """For all kinds with turns except custom classes: what precedes a turn. template: the
     conversation as the chat template writes it, as when the model is used; where that rewrites
     earlier turns (Qwen3's drops thoughts) the episode has several token sequences. tokens: always
     the very tokens that were there before, thoughts included."""
@@ -63,7 +63,7 @@ class EnvConfig(Section):
     """Seconds that the environment itself may take at a stretch (a reset, a judge of its own),
     between two answers of the policy; then the episode counts as failed. null: any."""
     options: dict[str, Any] = {}
-    """Of an own function or class: its further keyword arguments."""
+    """Further keyword arguments of a custom function or class."""
     gym: GymConfig = GymConfig()
     """Of kind nemo_gym."""
     openenv: OpenEnvConfig = OpenEnvConfig()

@@ -20,7 +20,7 @@ class ObserverConfig(Section):
     kind: Annotated[str, known_in("observers", OBSERVERS)]
     """early_stop: end where an evaluation's number no longer becomes better. loss_spike: say, save
     or stop where a number leaps. hub: push the model, or checkpoints as well, to the Hugging Face
-    Hub. webhook: POST to a URL at the start, at the end and on alerts. Or an own one: an entry
+    Hub. webhook: POST to a URL at the start, at the end and on alerts. Or a custom one: an entry
     point's name, "package.module:Class" or "file.py:Class"."""
     options: dict[str, Any] = {}
     """Its own keys: those of its Section, else the keyword arguments of the class."""

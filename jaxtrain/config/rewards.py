@@ -79,7 +79,7 @@ def find_reward_conflicts(config: Any) -> Iterator[str]:
             yield (
                 f"{key}: nothing judges the answers; add a [[rewards]] table with a function, or"
                 f" set {key}.env.kind (env.kind for all) to an environment that gives rewards:"
-                ' "calculator", or an own one'
+                ' "calculator", or a custom one'
             )
     for index, label in enumerate(labels if judged else []):
         if all(entry.rewards is not None and label not in entry.rewards for _, entry in judged):

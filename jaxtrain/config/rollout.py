@@ -37,11 +37,11 @@ class RolloutConfig(Section):
 
     engine: str = "local"
     """local: the trainer's own weights and devices. vllm: servers over HTTP. sglang: servers of
-    SGLang, which section rollout.vllm lists; they read new weights from disk. Or an own kind of
+    SGLang, which section rollout.vllm lists; they read new weights from disk. Or a custom kind of
     engine: an entry point of the group jaxtrain.engines, "package.module:Class" or
     "file.py:Class"."""
     options: dict[str, Any] = {}
-    """For an own kind of engine to read."""
+    """Options of a custom kind of engine."""
     prompts_per_step: int = Field(8, ge=1, le=ITEMS)
     """Groups of a round, that is of task.num_minibatches optimizer steps."""
     group_size: int = Field(8, ge=1, le=ROWS)
@@ -105,7 +105,7 @@ class RolloutConfig(Section):
     curator: str = "all"
     """Which of the prompts that come up are asked. all: every one. solved: not those that are
     nearly always solved. greso: those whose groups keep earning the same, less and less often. Or
-    an own one: an entry point of the group jaxtrain.curators, "package.module:Class" or
+    a custom one: an entry point of the group jaxtrain.curators, "package.module:Class" or
     "file.py:Class". What is left out counts as done and comes up again in the next epoch."""
     curator_options: dict[str, Any] = {}
     """solved: threshold (1.0), bound (0.9), weight (0.5), every (4). greso: explore (0.5), floor
