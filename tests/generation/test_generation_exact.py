@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from families_added import FAMILIES as ADDED
+from families_attn import FAMILIES as ATTENTION
+from families_dense import FAMILIES as DENSE
+from families_gemma import FAMILIES as GEMMA
+from families_gptoss import FAMILIES as GPT_OSS
 from flax import nnx
+from tiny_models import RAW as TINY
+from tiny_models import SIZES
 from toy_draft import ToyDraft
 
 from jaxtrain.batch import Batch
@@ -150,6 +157,22 @@ def compare(model):
 )
 def test_the_sampler_draws_by_the_log_probs_of_training(raw, options):
     sampled, trained, _ = compare(open_model(raw, **options))
+    np.testing.assert_array_equal(sampled.view(np.uint32), trained.view(np.uint32))
+
+
+FAMILIES = {**TINY, **DENSE, **ATTENTION, **GEMMA, **GPT_OSS, **ADDED}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(
+    "name",
+    ["llama", "qwen2", "mistral", "gemma2", "gemma3", "gpt_oss_plain", "cohere2", "glm4", "phi"]
+    + ["gpt_neox", "apertus", "smollm3"],
+)
+def test_families_draw_by_the_log_probs_of_training(name):
+    """Biases of matrices and the head, norms, gates, softcaps, sinks, windows, parallel blocks."""
+    raw = {**SIZES, **FAMILIES[name], "max_position_embeddings": 256}
+    sampled, trained, _ = compare(open_model(raw))
     np.testing.assert_array_equal(sampled.view(np.uint32), trained.view(np.uint32))
 
 
