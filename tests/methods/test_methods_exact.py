@@ -2,9 +2,11 @@
 log-probs, to the bit; what cannot be so is refused."""
 
 import jax
+import numpy as np
 import pytest
 from test_methods_rl import CONFIG, run
 
+from jaxtrain.api import Model
 from jaxtrain.config.load import load_config
 from jaxtrain.core import scorer
 from jaxtrain.errors import UserError
@@ -43,6 +45,15 @@ def test_every_round_begins_at_the_samplers_log_probs(config, tmp_path, monkeypa
     assert any(line["ratio/max"] != 1.0 for line in lines[1::2])
     assert "mismatch/exact" not in lines[1]
     assert "old log-probs are the sampler's" in capsys.readouterr().out
+    # Later uses of the run open the exact model, too.
+    model = Model(tmp_path / "run")
+    prompts = [[5, 6, 7], [9, 8, 7, 6, 5, 4, 3]]
+    answers = model.generate(prompts, max_new_tokens=9, temperature=0.7, seed=1)
+    texts = [[*prompt, *answer.tokens] for prompt, answer in zip(prompts, answers, strict=True)]
+    for text, answer, logp in zip(texts, answers, model.logprobs(texts, 0.7), strict=True):
+        assert len(answer.tokens) > 1 and len(logp) == len(text)
+        drawn = np.asarray(answer.logprobs, np.float32)
+        np.testing.assert_array_equal(logp[-len(drawn) :].view(np.uint32), drawn.view(np.uint32))
 
 
 @pytest.mark.thorough
