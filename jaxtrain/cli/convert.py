@@ -82,7 +82,7 @@ def convert(paths: Sequence[Path], system: str | None, output: Path | None) -> i
 
 def read(path: Path) -> dict[str, Any]:
     """Return a file's table, of a command line as well, with what stands in files that it names:
-    those it inherits from (toml_files), dataset_info.json, and accelerate's config."""
+    those it inherits from (toml_files), dataset_info.json, and configs of TRL and accelerate."""
     from jaxtrain.config.parse import MAX_BYTES, read_table
     from jaxtrain.convert import read_numbers, trl
 
@@ -92,8 +92,14 @@ def read(path: Path) -> dict[str, Any]:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or error
             raise UserError(f"{path} cannot be read as a command line: {reason}") from None
-        if file := find_beside(path, table.get("launcher", {}).get("config_file")):
-            table["launcher"] = {**read_table(file), **table["launcher"]}
+        launcher = table.get("launcher", {})
+        if file := find_beside(path, launcher.get("config_file")):
+            table["launcher"] = {**read_table(file), **launcher}
+        elif "config_file" in launcher:
+            table["config_file"] = launcher["config_file"]
+        if file := find_beside(path, table.get("config")):
+            del table["config"]
+            table = {**read_numbers(read_table(file)), **table}
         return table
     table = read_numbers(read_table(path))
     parents = table.pop("toml_files", None) or []

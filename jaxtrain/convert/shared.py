@@ -355,7 +355,9 @@ def finish_round(conversion: Conversion, per_device: Any, devices: Any = 1) -> N
     minibatches = max(drawn // step, 1)
     conversion.set("task.num_minibatches", minibatches if minibatches > 1 else None)
     conversion.set("rollout.prompts_per_step", math.ceil(step / group) * minibatches)
-    rounded = ", rounded to whole groups" if step % group or (drawn > step and drawn % step) else ""
+    rounded = ", rounded to whole groups" if step % group else ""
+    if drawn > step and drawn % step:
+        rounded += f"; the {drawn} of a generation are no whole number of steps, which is rounded"
     unread = "per_device_train_batch_size"  # its note is about rows of texts
     conversion.notes = [note for note in conversion.notes if note[0] != unread]
     text = f"{step} answers a step of {devices} device(s), {group} to a prompt{rounded}"

@@ -115,7 +115,8 @@ def parse_command(text: str) -> dict[str, Any]:
 def _find_script(words: Sequence[str]) -> int | None:
     """Position of `dpo` in `trl dpo`, or of a script that trains; None if there is none."""
     for index, word in enumerate(words):
-        if word in METHODS or (word.endswith(".py") and _method(word)):
+        named = word.endswith(".py") or word.startswith("trl.")  # python -m trl.scripts.sft
+        if word in METHODS or (named and _method(word)):
             return index
         if word.endswith(".py") and any(
             w.startswith("--model_name_or_path") for w in words[index:]

@@ -286,6 +286,7 @@ def test_parameters_of_generation_go_where_they_are_read(tmp_path):
         ("--gradient_accumulation_steps 4 --steps_per_generation 8", (8, 2)),
         ("--gradient_accumulation_steps 4", (4, None)),
         ("--generation_batch_size 32", (4, 4)),
+        ("--gradient_accumulation_steps 4 --steps_per_generation 6", (4, None)),
         ("", (1, None)),
     ],
 )
@@ -297,6 +298,22 @@ def test_a_round_of_trl(tmp_path, flags, expected):
     task, rollout = ours["task"], ours["rollout"]
     assert (rollout["prompts_per_step"], task.get("num_minibatches")) == expected
     assert load_config(output).optim.gradient_accumulation_steps == 1
+    assert ("48 of a generation are no whole number" in output.read_text()) == ("6" in flags)
+
+
+def test_a_command_reads_the_files_that_it_names(tmp_path):
+    line = "python -m trl.scripts.sft --config acc.yml --learning_rate 1e-3"
+    yaml = "model_name_or_path: m\ndataset_name: d\nlearning_rate: 1e-5\nmax_length: 512\n"
+    code, ours, output = run(tmp_path, {"a.sh": line, "acc.yml": yaml})
+    assert code == 0 and ours["data"]["sequence_len"] == 512
+    assert ours["optim"]["learning_rate"] == 1e-3, "flags win"
+    output.unlink()
+    line = (
+        "accelerate launch --config_file no.yaml sft.py --config none.yaml --model_name_or_path m"
+    )
+    _, _, output = run(tmp_path, {"a.sh": f"{line} --dataset_name d"})
+    text = output.read_text()
+    assert "config_file = 'no.yaml': no such file" in text and "config = 'none.yaml'" in text
 
 
 def test_accelerate_starts_a_script_of_any_name(tmp_path):
