@@ -16,7 +16,8 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 CONFIG_MAPPING["llama"], CONFIG_MAPPING["gemma3_text"]
 package = sys.modules["transformers"]
-# Names of models are read once somebody asks for one.
+# Names of models are read once somebody asks for one, but for a tokenizer.
+print(package.Qwen2Tokenizer.__module__, "LlamaConfig" in package.__all__)
 print("LlamaConfig" in package.__all__, hasattr(package, "NoSuchName"))
 from transformers import AutoTokenizer, LlamaConfig
 print("LlamaConfig" in package.__all__, AutoTokenizer.__module__.rpartition(".")[2])
@@ -72,6 +73,7 @@ def run(tmp_path):
 @pytest.mark.slow
 def test_transformers_is_light_until_a_plugin_is_imported(run):
     assert run(PROGRAM) == [
+        "transformers.models.qwen2.tokenization_qwen2 False",
         "False False",
         "True tokenization_auto",
         "None",
