@@ -54,7 +54,9 @@ UNASKED = {
     *("Starcoder2ForCausalLM", "VaultGemmaForCausalLM", "YoutuForCausalLM"),
 }
 """Architectures that nobody has looked up in vLLM's registry."""
-NOT_IN_VLLM = {"Dots1ForCausalLM", "Mistral4ForCausalLM", "SolarOpenForCausalLM"}
+NOT_IN_VLLM = {
+    *("BambaForCausalLM", "Dots1ForCausalLM", "Mistral4ForCausalLM", "SolarOpenForCausalLM"),
+}
 """Architectures that vLLM 0.32's registry has no class for."""
 
 

@@ -11,6 +11,7 @@ ARCHITECTURES = {
     "AfmoeForCausalLM": "jaxtrain.models.afmoe",
     "ApertusForCausalLM": "jaxtrain.models.apertus",
     "ArceeForCausalLM": "jaxtrain.models.arcee",
+    "BambaForCausalLM": "jaxtrain.models.bamba",
     "CodeGenForCausalLM": "jaxtrain.models.codegen",
     "Cohere2ForCausalLM": "jaxtrain.models.cohere2",
     "Cohere2MoeForCausalLM": "jaxtrain.models.cohere2_moe",

@@ -3,19 +3,17 @@ factors on almost everything."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.config import read_fields
 from jaxtrain.huggingface.ops import ParameterEntry
 from jaxtrain.layers.linear import LayerInit
-from jaxtrain.layers.mamba2 import Mamba2, MambaOptions, MambaSizes
+from jaxtrain.layers.mamba2 import MambaOptions
 from jaxtrain.layers.mlp import ScaledMLP
 from jaxtrain.layers.parallel_mixer import ParallelMixer
 from jaxtrain.models.blocks import AttentionSpec, BlockSpec, DenseSpec, SpecDecoder, spec_names
 from jaxtrain.models.decoder import DecoderOptions
-from jaxtrain.models.decoder_config import DecoderConfig
-from jaxtrain.models.mamba import mamba_names, read_dt_limit
+from jaxtrain.models.mamba import Mamba2Config, MambaSpec
 
 NORMS = {"attention_norm": "input_layernorm", "mlp_norm": "pre_ff_layernorm"}
 CARRIED = {
@@ -26,7 +24,7 @@ CARRIED = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(DecoderConfig):
+class Config(Mamba2Config):
     architecture: ClassVar[str] = "FalconH1ForCausalLM"
     model_type: ClassVar[str] = "falcon_h1"
     final_norm_name: ClassVar[str] = "final_layernorm"
@@ -38,18 +36,10 @@ class Config(DecoderConfig):
 
     mamba_d_ssm: int | None = None
     """N P; None: mamba_expand * hidden_size."""
-    mamba_n_heads: int
-    mamba_d_head: int
-    mamba_n_groups: int
-    mamba_d_state: int
-    mamba_d_conv: int
-    mamba_expand: int
-    mamba_conv_bias: bool
     mamba_proj_bias: bool
     mamba_rms_norm: bool
     """True if there is a norm behind the recurrence."""
     mamba_norm_before_gate: bool
-    time_step_limit: tuple[float, ...]
     projectors_bias: bool
     """Of Mamba's output."""
     attention_bias: bool
@@ -68,37 +58,11 @@ class Config(DecoderConfig):
     mlp_multipliers: tuple[float, ...]
     """Of gates and of the MLP's output."""
 
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        raw = dict(raw)
-        if raw.get("mamba_d_head") == "auto":
-            del raw["mamba_d_head"]
-        if raw.get("time_step_limit") is not None:
-            raw["time_step_limit"] = read_dt_limit(raw["time_step_limit"])
-        config = cls(**read_fields(cls, raw))
-        config.check()
-        return config
-
     def check(self) -> None:
-        self.sizes.check()
         for name, count in (("ssm_multipliers", 5), ("mlp_multipliers", 2)):
             if len(getattr(self, name)) != count:
                 raise UserError(f"config.json: {name} must have {count} numbers")
         super().check()
-
-    @property
-    def sizes(self) -> MambaSizes:
-        """Sizes of the Mamba-2 layers."""
-        low, high = self.time_step_limit
-        return MambaSizes(
-            self.mamba_n_heads,
-            self.mamba_d_head,
-            self.mamba_n_groups,
-            self.mamba_d_state,
-            self.mamba_d_conv,
-            self.mamba_conv_bias,
-            (low, high),
-        )
 
     @property
     def mamba_options(self) -> MambaOptions:
@@ -126,16 +90,17 @@ class Config(DecoderConfig):
 class ParallelSpec:
     """Attention and Mamba-2 of the config's sizes."""
 
+    mamba = MambaSpec("attention.mamba")
+
     def attention(self, config: Config) -> AttentionSpec:
         """Return the declaration of attention: a factor on keys is one on scores."""
         bias, scale = config.attention_bias, config.key_multiplier * config.head_size**-0.5
         return AttentionSpec(qkv_bias=bias, out_bias=bias, scale=scale)
 
     def build(self, config: Config, options: DecoderOptions, init: LayerInit) -> ParallelMixer:
-        choices = {"norm_eps": config.rms_norm_eps, "options": config.mamba_options}
         return ParallelMixer(
             self.attention(config).build(config, options, init),
-            Mamba2(config.hidden_size, config.sizes, init=init, **choices),
+            self.mamba.build(config, options, init),
             (config.attention_in_multiplier, config.ssm_in_multiplier),
             (config.attention_out_multiplier, config.ssm_out_multiplier),
         )
@@ -145,9 +110,7 @@ class ParallelSpec:
         return [
             entry._replace(param=entry.param.replace(inner, f"{inner}attention."))
             for entry in self.attention(config).names(config, kind, layers)
-        ] + mamba_names(
-            config.sizes, kind, layers, "attention.mamba", "mamba", config.mamba_options
-        )
+        ] + self.mamba.names(config, kind, layers)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

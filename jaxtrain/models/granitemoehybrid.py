@@ -3,22 +3,18 @@ hybrids without position encoding, pure transformers with rotation."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar
 
 import numpy as np
 
 from jaxtrain.errors import UserError
-from jaxtrain.huggingface.config import read_fields
 from jaxtrain.huggingface.ops import ParameterEntry
-from jaxtrain.layers.linear import LayerInit
-from jaxtrain.layers.mamba2 import Mamba2, MambaSizes
 from jaxtrain.layers.mixer import LayerSpec
 from jaxtrain.layers.router import RoutingOptions
 from jaxtrain.models.blocks import BlockSpec, DenseSpec, MLPSpec, SpecDecoder, spec_names
-from jaxtrain.models.decoder import DecoderOptions
 from jaxtrain.models.granite import GraniteConfig
 from jaxtrain.models.granitemoe import SHARED, GraniteExperts
-from jaxtrain.models.mamba import mamba_names, read_dt_limit
+from jaxtrain.models.mamba import Mamba2Config, MambaSpec
 from jaxtrain.models.naming import joint_mlp_names
 
 KINDS = {
@@ -31,7 +27,7 @@ KINDS = {
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Config(GraniteConfig):
+class Config(Mamba2Config, GraniteConfig):
     architecture: ClassVar[str] = "GraniteMoeHybridForCausalLM"
     model_type: ClassVar[str] = "granitemoehybrid"
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
@@ -43,14 +39,6 @@ class Config(GraniteConfig):
     layer_types: tuple[str, ...]
     position_embedding_type: str | None = None
     """ "rope", or anything else for none."""
-    mamba_n_heads: int
-    mamba_d_head: int
-    mamba_n_groups: int
-    mamba_d_state: int
-    mamba_d_conv: int
-    mamba_expand: int
-    mamba_conv_bias: bool
-    time_step_limit: tuple[float, ...]
     shared_intermediate_size: int
     """F of the MLP that all tokens go through; intermediate_size is that of an expert."""
     num_local_experts: int
@@ -61,17 +49,6 @@ class Config(GraniteConfig):
     output_router_logits: bool = False
     """Only carried along."""
 
-    @classmethod
-    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
-        raw = dict(raw)
-        if raw.get("mamba_d_head") == "auto":
-            del raw["mamba_d_head"]
-        if raw.get("time_step_limit") is not None:
-            raw["time_step_limit"] = read_dt_limit(raw["time_step_limit"])
-        config = cls(**read_fields(cls, raw))
-        config.check()
-        return config
-
     def to_hf(self) -> dict[str, Any]:
         old = {"linear_attention": "mamba", "full_attention": "attention"}
         raw = super().to_hf()
@@ -80,7 +57,6 @@ class Config(GraniteConfig):
         return raw
 
     def check(self) -> None:
-        self.sizes.check()
         if len(self.layer_types) != self.num_hidden_layers or not set(self.layer_types) <= {*KINDS}:
             raise UserError(
                 f"config.json: layer_types must name {self.num_hidden_layers} layers"
@@ -97,20 +73,6 @@ class Config(GraniteConfig):
                 f"config.json: num_experts_per_tok={top} must be from 1 to the {count} experts"
             )
         super().check()
-
-    @property
-    def sizes(self) -> MambaSizes:
-        """Sizes of the Mamba-2 layers."""
-        low, high = self.time_step_limit
-        return MambaSizes(
-            self.mamba_n_heads,
-            self.mamba_d_head,
-            self.mamba_n_groups,
-            self.mamba_d_state,
-            self.mamba_d_conv,
-            self.mamba_conv_bias,
-            (low, high),
-        )
 
     def layers(self) -> tuple[LayerSpec, ...]:
         rope = "default" if self.position_embedding_type == "rope" else "none"
@@ -139,16 +101,6 @@ class Config(GraniteConfig):
     def block_spec(self, kind: str) -> BlockSpec:
         spec = super().block_spec(kind)
         return dataclasses.replace(spec, mixer=MambaSpec()) if kind == "mamba" else spec
-
-
-class MambaSpec:
-    """Mamba-2 of the config's sizes."""
-
-    def build(self, config: Config, options: DecoderOptions, init: LayerInit) -> Mamba2:
-        return Mamba2(config.hidden_size, config.sizes, norm_eps=config.rms_norm_eps, init=init)
-
-    def names(self, config: Config, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
-        return mamba_names(config.sizes, kind, layers, "attention", "mamba")
 
 
 class SharedSpec(DenseSpec):

@@ -1,13 +1,77 @@
-"""Shared parts of families with Mamba-2 layers: tensor names, limits of dt."""
+"""Shared parts of families with Mamba-2 layers: attributes, tensor names, limits of dt."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import describe
 from jaxtrain.huggingface.ops import ParameterEntry, PermutedRows, StackedOps, Transpose
-from jaxtrain.layers.mamba2 import USUAL, MambaOptions, MambaSizes
+from jaxtrain.layers.linear import LayerInit
+from jaxtrain.layers.mamba2 import USUAL, Mamba2, MambaOptions, MambaSizes
+from jaxtrain.models.decoder import DecoderOptions
+from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.naming import layer_entry, linear_entries
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Mamba2Config(DecoderConfig):
+    """A DecoderConfig with Mamba-2 layers (Bamba, Granite 4, Falcon-H1)."""
+
+    mamba_n_heads: int
+    mamba_d_head: int
+    mamba_n_groups: int
+    mamba_d_state: int
+    mamba_d_conv: int
+    mamba_expand: int
+    mamba_conv_bias: bool
+    time_step_limit: tuple[float, ...]
+
+    @classmethod
+    def from_hf(cls, raw: Mapping[str, Any]) -> Self:
+        raw = dict(raw)
+        if raw.get("mamba_d_head") == "auto":
+            del raw["mamba_d_head"]
+        if raw.get("time_step_limit") is not None:
+            raw["time_step_limit"] = read_dt_limit(raw["time_step_limit"])
+        return super().from_hf(raw)
+
+    def check(self) -> None:
+        self.sizes.check()
+        super().check()
+
+    @property
+    def sizes(self) -> MambaSizes:
+        """Sizes of the Mamba-2 layers."""
+        low, high = self.time_step_limit
+        return MambaSizes(
+            self.mamba_n_heads,
+            self.mamba_d_head,
+            self.mamba_n_groups,
+            self.mamba_d_state,
+            self.mamba_d_conv,
+            self.mamba_conv_bias,
+            (low, high),
+        )
+
+    @property
+    def mamba_options(self) -> MambaOptions:
+        """Choices of the Mamba-2 layers."""
+        return USUAL
+
+
+class MambaSpec:
+    """Mamba-2 of the config's sizes; path: what the block calls it."""
+
+    def __init__(self, path: str = "attention"):
+        self.path = path
+
+    def build(self, config: Mamba2Config, options: DecoderOptions, init: LayerInit) -> Mamba2:
+        choices = {"norm_eps": config.rms_norm_eps, "options": config.mamba_options}
+        return Mamba2(config.hidden_size, config.sizes, init=init, **choices)
+
+    def names(self, config: Mamba2Config, kind: str, layers: Sequence[int]) -> list[ParameterEntry]:
+        return mamba_names(config.sizes, kind, layers, self.path, "mamba", config.mamba_options)
 
 
 def mamba_names(

@@ -182,6 +182,7 @@ def test_peft_loads_what_we_write(case, name, tmp_path):
     ("name", "target"),
     [
         pytest.param("nemotron_h", ["in_proj", "q_proj", "mlp"], marks=pytest.mark.thorough),
+        pytest.param("bamba", ["all-linear"], marks=pytest.mark.thorough),
         pytest.param("falcon_h1", ["in_proj", "q_proj", "mlp"], marks=pytest.mark.thorough),
         pytest.param("jamba", ["attention"], marks=pytest.mark.thorough),
         pytest.param("jamba_dense", ["all-linear"], marks=pytest.mark.thorough),

@@ -283,6 +283,18 @@ FAMILIES = {
         "mamba_n_groups": 4,
         "mamba_rms_norm": True,
     },
+    "bamba": {
+        "model_type": "bamba",
+        **EPS,
+        "num_hidden_layers": 3,
+        "attn_layer_indices": [1],
+        "mamba_n_heads": 8,
+        "mamba_n_groups": 2,
+        "mamba_d_state": 11,
+        "mamba_d_conv": 3,
+        **dict.fromkeys(("attention_bias", "mlp_bias", "mamba_proj_bias"), True),
+        "rope_parameters": {"rope_theta": 500.0},
+    },
     "jamba": {**JAMBA, "num_experts": 6, "expert_layer_period": 2, "expert_layer_offset": 0},
     "jamba_dense": {
         **JAMBA,
@@ -346,6 +358,7 @@ FAMILIES = {
 DEFAULT = {"falcon_groups"}
 CHOSEN = {"apertus", "exaone_moe", "falcon_h1", "jamba", "lfm3", "nanochat", "phi", "youtu"}
 SHARDED = {
+    "bamba": [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}],
     "falcon_h1": [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}],
     "jamba": [{"fsdp": 2, "tensor": 2}, {"context": 2, "expert": 2}],
     "olmo_hybrid": [{"fsdp": 2, "tensor": 2}, {"context": 2, "tensor": 2}],
