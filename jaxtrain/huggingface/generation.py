@@ -85,7 +85,8 @@ def write_generation(folder: Path, base: Path | None, ends: Collection[int]) -> 
 
 def _list_ends(settings: dict[str, Any]) -> list[int]:
     eos = settings.get("eos_token_id")
-    return list(eos) if isinstance(eos, list) else [] if eos is None else [eos]
+    listed = list(eos) if isinstance(eos, list) else [eos]
+    return [token for token in listed if token not in (None, -1)]  # -1: none
 
 
 def _read(folder: Path) -> dict[str, Any]:

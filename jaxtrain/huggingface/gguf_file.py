@@ -19,6 +19,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import shorten
+from jaxtrain.safe_io import POINTED, is_pointer
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
@@ -59,6 +60,8 @@ class GgufFile:
     def __init__(self, path: str | os.PathLike):
         self.path = Path(path)
         try:
+            if is_pointer(self.path):
+                raise UserError(f"{self.path} {POINTED}")
             with self.path.open("rb") as stream:
                 self.metadata, listed, start = _Header(stream).read()
         except (struct.error, ValueError, OSError) as error:

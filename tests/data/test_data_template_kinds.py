@@ -291,11 +291,13 @@ def test_every_end_of_a_turn_stops_a_sampler():
 
 def test_generation_config_names_further_ends(tmp_path):
     folder = shutil.copytree(BUILTIN, tmp_path / "tokenizer")
-    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [2, 5, 9999]}))
+    (folder / "generation_config.json").write_text(
+        json.dumps({"eos_token_id": [2, 5, 9999, -1, -7]})
+    )
     tokenizer = load_tokenizer(str(folder))
     assert {2, 5} <= template.end_of_turn_ids(tokenizer)
     assert {2, 5} <= template.end_of_turn_ids(tokenizer, raw=True)
-    assert 9999 not in template.end_of_turn_ids(tokenizer)
+    assert not {9999, -1, -7} & template.end_of_turn_ids(tokenizer)
 
 
 TOOLS = [{"type": "function", "function": {"name": "hi", "parameters": {"type": "object"}}}]

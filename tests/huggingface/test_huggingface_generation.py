@@ -44,6 +44,7 @@ def test_what_a_good_file_says_about_drawing_is_told(tmp_path):
         (None, {"eos_token_id": [7, 9]}),
         ('{"eos_token_id": 8, "top_p": 0.8}', {"eos_token_id": [8, 7, 9], "top_p": 0.8}),
         ('{"eos_token_id": [9, 4]}', {"eos_token_id": [9, 4, 7]}),
+        ('{"eos_token_id": -1}', {"eos_token_id": [7, 9]}),
         ("{", {"eos_token_id": [7, 9]}),
     ],
 )

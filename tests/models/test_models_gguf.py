@@ -293,6 +293,9 @@ def test_a_file_that_is_none_is_refused(tmp_path):
         path.write_bytes(content)
         with pytest.raises(UserError, match="no readable GGUF"):
             find_folder(str(path), weights=True)
+    path.write_text("version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 5\n")
+    with pytest.raises(UserError, match="x.gguf is a pointer of Git LFS"):
+        find_folder(str(path), weights=True)
     with pytest.raises(UserError, match="missing.gguf' is not a file here"):
         find_folder("folder/missing.gguf", weights=True)
     for name in ("a.gguf", "b.gguf"):

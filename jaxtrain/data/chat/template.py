@@ -105,7 +105,7 @@ def load_tokenizer(name_or_path: str, chat_template: str | None = None) -> Any:
     if not folder.exists() and (location.startswith((".", "/", "~")) or location.count("/") > 1):
         raise UserError(f"tokenizer folder {location} does not exist (key model.tokenizer)")
     tokenizer = open_tokenizer(location)
-    tokenizer.generation_ends = [i for i in read_ends(location) if i < len(tokenizer)]
+    tokenizer.generation_ends = [i for i in read_ends(location) if 0 <= i < len(tokenizer)]
     # A tokenizer.json may request truncation or padding.
     tokenizer.backend_tokenizer.no_truncation()
     tokenizer.backend_tokenizer.no_padding()
