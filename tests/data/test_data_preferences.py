@@ -190,6 +190,8 @@ def test_labels(tokenizer):
     three = {"prompt": TALK, "completions": ["a", "b", "c"], "scores": [1, 2, 3]}
     (_, answers), ranked = only(tokenizer, three, want="labels", pairing="all")
     assert ranked.labels == (False, True) and [a[0] for a in answers] == ["a", "c"]
+    for text in ("True", "1"):  # of a CSV file
+        assert only(tokenizer, {**label, "label": text}, want="labels")[1].labels == (True,)
     text = {**label, "label": "yes"}
     refused = ["malformed row: a label is 'yes', not true, false, 1 or 0"]
     assert reasons(tokenizer, text, want="labels") == refused

@@ -93,6 +93,8 @@ def test_messages_that_are_refused(message, reason):
         ({"messages": [ASK], "conversations": [{**ASK, "content": "b"}]}, "columns messages and"),
         ({"messages": [ASK], "tools": [CALL], "functions": [{"name": "b"}]}, "tools and functions"),
         ({"messages": [{**ASK, "value": "b"}]}, "malformed row: content and value differ"),
+        ({"messages": json.dumps(ASK)}, "column messages holds JSON that is no list of messages"),
+        ({"conversations": '[{"human": "q"}]'}, "column conversations holds JSON that is no list"),
         ({"messages": [ASK], "images": ["x.png"]}, "column images: only text is read"),
         ({"messages": [ASK], "loss_mask": [1, 0]}, "loss_mask must have a flag for each message"),
         ({"messages": [ASK], "chat_template_kwargs": {"tools": []}}, "sets tools"),

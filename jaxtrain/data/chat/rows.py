@@ -176,6 +176,9 @@ class Row:
 
         def read(name: str, value: Any) -> list[Message]:
             if isinstance(value, str):
+                with contextlib.suppress(ValueError):
+                    if value.lstrip().startswith(("[", "{")) and parse_json(value) is not None:
+                        raise MalformedRow(f"column {name} holds JSON that is no list of messages")
                 value = [{"role": speaker or "user", "content": value}]
             return self._shape(self._flag(self._normalize(value, speaker)))
 

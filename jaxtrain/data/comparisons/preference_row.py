@@ -156,7 +156,9 @@ class PreferenceRowReader:
 
     def _labels(self) -> PreferenceRow:
         row = self.row
-        label = read_flag("a label", row.get(*LABELS))
+        value = row.get(*LABELS)
+        text = value.lower() if isinstance(value, str) else ""  # of a CSV file
+        label = read_flag("a label", {"true": 1, "1": 1, "false": 0, "0": 0}.get(text, value))
         completion = row.get(*ANSWERS)
         if completion is None:
             messages = row.messages() or []
