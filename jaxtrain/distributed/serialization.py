@@ -25,6 +25,7 @@ START = struct.Struct("<4sQ")
 MAX_HEADER_BYTES = 2**30
 MAX_ARRAY_BYTES = 2**36
 """Limit for all arrays together; processes never share more."""
+MAX_DIMS = 32
 DTYPES = {
     name: np.dtype(name).newbyteorder("<")
     for name in (
@@ -105,9 +106,11 @@ def unpack(receive: Callable[[int], bytearray]) -> tuple[str, Any]:
 def _check_array(dtype: Any, shape: Any) -> tuple[np.dtype, tuple[int, ...]]:
     if not isinstance(dtype, str) or dtype not in DTYPES:
         raise MalformedValueError(f"an array of dtype {str(dtype)[:40]!r}")
-    if not isinstance(shape, list) or not all(type(n) is int and 0 <= n < 2**40 for n in shape):
+    # Not more dims than numpy has: the product of a million would take hours.
+    sizes = shape if isinstance(shape, list) and len(shape) <= MAX_DIMS else [-1]
+    if not all(type(n) is int and 0 <= n < 2**40 for n in sizes):
         raise MalformedValueError(f"an array of shape {str(shape)[:80]}")
-    return DTYPES[dtype], tuple(shape)
+    return DTYPES[dtype], tuple(sizes)
 
 
 def _decode(node: Any, arrays: list[np.ndarray]) -> Any:

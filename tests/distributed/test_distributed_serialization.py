@@ -2,6 +2,7 @@
 
 import json
 import pickle
+import time
 
 import ml_dtypes
 import numpy as np
@@ -79,6 +80,15 @@ def test_batches_and_numbers_of_numpy_keep_their_types():
 def test_other_kinds_are_not_sent(value):
     with pytest.raises(TypeError, match="cannot be sent to other processes"):
         serialization.pack("a", value)
+
+
+def test_a_shape_of_very_many_dims_is_refused_before_its_size_is_computed():
+    header = json.dumps({"name": "a", "value": 1, "arrays": [["int8", [2**39] * 300_000]]}).encode()
+    data = serialization.START.pack(serialization.MAGIC, len(header)) + header
+    began = time.monotonic()
+    with pytest.raises(serialization.MalformedValueError, match="an array of shape"):
+        serialization.unpack(reader(data))
+    assert time.monotonic() - began < 5
 
 
 NODES = st.recursive(

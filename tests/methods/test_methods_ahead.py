@@ -63,6 +63,9 @@ class Doubles:
     def advise(self, busy, waiting):
         return f"target {busy:.1f} s a batch"
 
+    def close(self):
+        pass
+
 
 class Session:
     """core.task.Live, as far as rounds ask."""

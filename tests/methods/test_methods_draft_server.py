@@ -2,9 +2,11 @@
 
 import asyncio
 import re
+import socket
 import subprocess
 import sys
 import threading
+import time
 from contextlib import contextmanager
 
 import jax
@@ -17,7 +19,8 @@ from jaxtrain.config import load_config
 from jaxtrain.distributed.serialization import pack
 from jaxtrain.environments.endpoint_app import EndpointApp
 from jaxtrain.environments.request_fields import RequestRefused
-from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.errors import Interrupted, RunStopped, UserError
+from jaxtrain.generation.vllm.control import ServerGone
 from jaxtrain.main import main
 from jaxtrain.methods.drafts import remote_states
 from jaxtrain.methods.drafts.capture import FrozenTarget
@@ -169,7 +172,12 @@ def test_servers_that_are_away_or_busy_or_locked(folder, target, monkeypatch):
         ({"layers": [3]}, "from 0 to 2"),
         ({"layers": [True]}, "from 0 to 2"),
         ({"layers": None}, "no request for states"),
+        ({"layers": [[0]]}, "from 0 to 2"),
+        ({"last": np.zeros(2)}, "no request for states"),
+        ({"target": np.zeros(2)}, "another target"),
         ({"batch": 1}, "no packed batch"),
+        ({"batch": random_batch()._replace(weights={}, denoms=np.zeros(2))}, "and no more"),
+        ({"batch": random_batch()._replace(weights={}, owner=np.zeros(2))}, "and no more"),
         ({"batch": random_batch()}, "and no more"),
         ({"batch": random_batch(vocab=900)._replace(weights={})}, "from 0 to 511"),
     ],
@@ -183,9 +191,59 @@ def test_requests_that_make_no_sense(target, change, message):
     with pytest.raises(RequestRefused, match="inconsistent"):
         broken = batch._replace(until=batch.until * 0)
         server.read(b"".join(pack("states", {**request, "batch": broken})))
+    with pytest.raises(RequestRefused, match="no request for states"):
+        server.read(b"".join(pack("states", np.zeros(2))))
     with pytest.raises(RequestRefused, match="too short"):
         server.read(b"".join(pack("states", request))[:-1])
     assert server.read(b"".join(pack("states", request)))[1:] == ((0,), False)
+
+
+def test_a_server_that_is_away_is_asked_last_for_a_while(folder, monkeypatch):
+    remote, asked, away = client(load(folder), "http://a", "http://b"), [], {"http://a"}
+
+    def ask(url):
+        asked.append(url[-1])
+        if url in away:
+            raise ServerGone("off")
+        return url
+
+    assert [remote._try(ask, remote.urls) for _ in range(3)] == ["http://b"] * 3
+    assert "".join(asked) == "abbb"
+    monkeypatch.setattr(remote_states, "LOST_SECONDS", 0.0)
+    away.clear()
+    assert remote._try(ask, remote.urls) == "http://a"
+    monkeypatch.setattr(remote_states, "GIVE_UP_SECONDS", 0.1)
+    silent = client(load(folder), "http://a", sleep=[])
+    with pytest.raises(RunStopped, match="did not answer 1 times.*silent"):
+        silent._try(lambda url: time.sleep(0.2) or stop(ServerGone("silent")), ["http://a"])
+
+
+def stop(error):
+    raise error
+
+
+def test_a_run_that_stops_does_not_wait_for_a_silent_server(folder):
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        remote = client(load(folder), f"http://127.0.0.1:{silent.getsockname()[1]}")
+        threading.Timer(0.5, remote.close).start()
+        began = time.monotonic()
+        with pytest.raises(Interrupted):
+            remote.fill(random_batch())
+        assert time.monotonic() - began < 10
+        # The process may end, although the request is still open.
+        assert all(thread.daemon for thread in threading.enumerate() if thread.name == "call")
+
+
+def test_answers_that_are_no_states_and_keys_that_are_none(folder, target, monkeypatch):
+    config, batch = load(folder), random_batch()
+    with serving(target) as (url, server):
+        for answer in ([1], {STATES: 1}, {STATES: np.zeros(3, np.float32)}):
+            monkeypatch.setattr(server, "capture", lambda body, it=answer: pack("states", it))
+            with pytest.raises(RunStopped, match="other states than it was asked for"):
+                client(config, url, sleep=[]).fill(batch)
+        with pytest.raises(UserError, match="characters that no header may have") as caught:
+            client(config, url, key="secret\n").check(None)
+        assert "secret" not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,8 @@ import urllib.parse
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from jaxtrain.text_safety import split_login
+from jaxtrain.errors import UserError
+from jaxtrain.text_safety import redact_text, split_login
 from jaxtrain_vllm.wire import cut_after
 
 KEY_VARIABLE = "VLLM_API_KEY"
@@ -100,19 +101,33 @@ def exchange(
     fields: Mapping[str, str],
     *,
     timeout: float,
+    connect: float = math.inf,
 ) -> Iterator[http.client.HTTPResponse]:
     """Send a request and yield the answer, whose body may be read; raises as `call` does, also for
-    errors within the context. fields: headers. timeout: seconds until the end of the context."""
+    errors within the context. fields: headers. timeout: seconds until the end of the context.
+    connect: at most so many of them for the connection."""
     late = ServerGone(f"{path} was not answered within {timeout:.3g} s")
     if timeout <= 0:
         raise late
+    # http.client would show a key that it refuses.
+    if not all(value.isascii() and value.isprintable() for value in fields.values()):
+        raise UserError(
+            f"the key for {redact_text(url)} has characters that no header may have, a line's end"
+            " perhaps; set it again"
+        )
     base = urllib.parse.urlsplit(url)
     make = http.client.HTTPSConnection if base.scheme == "https" else http.client.HTTPConnection
     expired = threading.Event()
     try:
-        connection = make(base.hostname or "", base.port, timeout=timeout)
+        limit = min(timeout, connect)
+        connection = make(base.hostname or "", base.port, timeout=limit)
         with contextlib.closing(connection):
-            connection.connect()
+            try:
+                connection.connect()
+            except TimeoutError:
+                reason = f"{path} was not answered within {limit:.3g} s: no connection"
+                raise ServerGone(reason) from None
+            connection.sock.settimeout(timeout)
             # A socket's timeout counts from byte to byte: a server that sends one now and then
             # would never exceed it.
             with cut_after(timeout, connection.sock, expired):

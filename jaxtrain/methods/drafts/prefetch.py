@@ -60,6 +60,10 @@ class CaptureStage(Protocol):
         there is none."""
         ...
 
+    def close(self) -> None:
+        """End a `fill` that waits for something outside of this process."""
+        ...
+
 
 @dataclass
 class WaitingBatch:
@@ -247,6 +251,7 @@ class PrefetchedRounds(OfflineRounds):
     def close(self) -> None:
         """Stop both threads."""
         self._stopped.set()
+        self.stage.close()
         if self._thread is not None:
             self._thread.join(timeout=60)
         self.source.close()

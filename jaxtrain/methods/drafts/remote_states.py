@@ -7,9 +7,10 @@ A server that is away, or busy, is asked again, or another in its place.
 """
 
 import os
+import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from typing import Any
 
 import numpy as np
@@ -17,9 +18,10 @@ import numpy as np
 from jaxtrain.batch import Batch
 from jaxtrain.config.secrets import reveal, reveal_url
 from jaxtrain.distributed.feed import put
-from jaxtrain.distributed.serialization import pack, unpack
-from jaxtrain.errors import RunStopped, UserError
+from jaxtrain.distributed.serialization import MalformedValueError, pack, unpack
+from jaxtrain.errors import Interrupted, RunStopped, UserError
 from jaxtrain.generation.engine import pause_before
+from jaxtrain.generation.event_loop import DaemonThreads
 from jaxtrain.generation.vllm.control import ServerGone, ServerRefused, exchange
 from jaxtrain.methods.drafts.capture import FrozenTarget, States, pad_rows
 from jaxtrain.methods.drafts.config import TargetConfig
@@ -34,14 +36,27 @@ KEY_VARIABLE = "JAXTRAIN_API_KEY"
 TRIES = 26
 """With the pauses between them two minutes, in which a server may be started again."""
 LONGEST_PAUSE = 5.0
-"""Seconds; a run that is to stop waits for its end."""
+CONNECT_SECONDS = 10.0
+"""Longest wait for a connection: a host that is off refuses none."""
+LOST_SECONDS = 60.0
+"""So long a server that was away is asked after the others."""
 LOOK_SECONDS = 30.0
 MAX_ABOUT_BYTES = 2**16
 ANSWER_SECONDS = 600.0
 """Longest wait for an answer; the first one of a shape compiles a program."""
+GIVE_UP_SECONDS = 2 * ANSWER_SECONDS
+"""After which silent servers are not asked again, however few tries there were."""
+PATIENCE = 0.2
+"""Seconds between two looks whether the stage was closed."""
 CHUNK_BYTES = 2**30
 """Size of states above which a server's rows are asked for in several requests."""
 KEY = "task.target.servers"
+REMEDIES = {
+    401: "; give both sides the same key",
+    403: "; give both sides the same key",
+    409: "; start `jaxtrain capture` with this run's config there",
+}
+"""What to do about a status that would come again."""
 
 
 class RemoteStates:
@@ -53,11 +68,12 @@ class RemoteStates:
         self,
         section: TargetConfig,
         target: FrozenTarget,
-        sleep: Callable[[float], None] = time.sleep,
+        sleep: Callable[[float], object] | None = None,
     ):
         """target: the model of the states on the training mesh, which is never opened. sleep: for
-        the pauses between tries."""
-        self.target, self.mesh, self.sleep = target, target.bundle.mesh, sleep
+        the pauses between tries; by default `close` ends them."""
+        self._closed = threading.Event()
+        self.target, self.mesh, self.sleep = target, target.bundle.mesh, sleep or self._closed.wait
         self.streams = target.streams
         if not section.servers:
             raise UserError(
@@ -71,6 +87,8 @@ class RemoteStates:
         key = section.api_key and reveal({"api_key": section.api_key}, "task.target")["api_key"]
         self.key = key or os.environ.get(KEY_VARIABLE)
         self._about: dict[str, Any] | None = None
+        self._lost: dict[str, float] = {}
+        """{URL: when it was away}"""
 
     @property
     def names(self) -> str:
@@ -111,11 +129,11 @@ class RemoteStates:
         share = padded.tokens.shape[1] // count
         parts = [
             (slice(start, start + share), index % len(self.urls))
-            for index, start in enumerate(range(0, share * count, share))
+            for index, start in enumerate(range(0, len(rows), share))
         ]
-        with ThreadPoolExecutor(2 * len(self.urls)) as pool:
-            answers = list(
-                pool.map(lambda part: self._ask(take_rows(padded, part[0]), part[1]), parts)
+        with DaemonThreads(2 * len(self.urls)) as pool:
+            answers = self._collect(
+                [pool.submit(self._ask, take_rows(padded, span), first) for span, first in parts]
             )
         streams = {}
         for name, dtype in self.streams.items():
@@ -137,13 +155,29 @@ class RemoteStates:
             return ""
         return f"States come more slowly than training takes them: add a server to {KEY}"
 
+    def close(self) -> None:
+        """End what is being asked, for good: a run that stops does not wait for servers."""
+        self._closed.set()
+
+    def _collect(self, requests: Sequence[Future]) -> list[States]:
+        """Return the answers, or raise the first error; Interrupted once the stage is closed."""
+        while True:
+            done, left = wait(requests, PATIENCE, FIRST_EXCEPTION)
+            for request in done:
+                request.result()
+            if not left:
+                return [request.result() for request in requests]
+            if self._closed.is_set():
+                raise Interrupted
+
     def _count_requests(self, tokens: int) -> int:
         size = tokens * sum(dtype.itemsize for dtype in self.streams.values())
         return len(self.urls) * -(-size // (CHUNK_BYTES * len(self.urls)))
 
     def _look(self, url: str) -> Any:
         fields = self._authorize(url)
-        with exchange(url, "GET", ABOUT_ROUTE, None, fields, timeout=LOOK_SECONDS) as answer:
+        limits = {"timeout": LOOK_SECONDS, "connect": CONNECT_SECONDS}
+        with exchange(url, "GET", ABOUT_ROUTE, None, fields, **limits) as answer:
             raw = answer.read(MAX_ABOUT_BYTES)
         try:
             return parse_json(raw.decode())
@@ -163,14 +197,16 @@ class RemoteStates:
             name: (dtype.base, (*batch.tokens.shape, *dtype.shape))
             for name, dtype in self.streams.items()
         }
+        largest = batch.tokens.size * max(dtype.itemsize for dtype in self.streams.values())
+        limits = {"timeout": ANSWER_SECONDS, "connect": CONNECT_SECONDS}
 
         def post(url: str) -> States:
             fields = {"Content-Type": "application/octet-stream", **self._authorize(url)}
-            with exchange(
-                url, "POST", STATES_ROUTE, body, fields, timeout=ANSWER_SECONDS
-            ) as answer:
+            with exchange(url, "POST", STATES_ROUTE, body, fields, **limits) as answer:
 
                 def receive(size: int) -> bytearray:
+                    if size > max(largest, MAX_ABOUT_BYTES):
+                        raise MalformedValueError("an answer of more than it was asked for")
                     room = bytearray(size)
                     view, seen = memoryview(room), 0
                     while seen < size:
@@ -181,8 +217,12 @@ class RemoteStates:
                     return room
 
                 states = unpack(receive)[1]
-            kinds = {name: (value.dtype, value.shape) for name, value in states.items()}
-            if kinds != expected:
+            values = states.items() if isinstance(states, dict) else ()
+            if expected != {
+                name: (value.dtype, value.shape)
+                for name, value in values
+                if isinstance(value, np.ndarray)
+            }:
                 raise RunStopped(
                     f"{redact_text(url)} answers with other states than it was asked for"
                 )
@@ -196,24 +236,28 @@ class RemoteStates:
 
     def _try(self, ask: Callable[[str], Any], urls: list[str]) -> Any:
         """Return the answer of the first server that has one; each is asked several times."""
-        reason = ""
-        for attempt in range(TRIES * len(urls)):
-            turn, index = divmod(attempt, len(urls))
-            if turn and not index:
+        began, reason, turn = time.monotonic(), "", 0
+        present = began - LOST_SECONDS
+        urls = sorted(urls, key=lambda url: self._lost.get(url, present) > present)
+        while turn < TRIES and time.monotonic() - began < GIVE_UP_SECONDS:
+            if turn:
                 self.sleep(min(pause_before(turn), LONGEST_PAUSE))
-            try:
-                return ask(urls[index])
-            except ServerGone as gone:
-                reason = f"{redact_text(urls[index])}: {gone}"
-            except ServerRefused as refused:
-                reason = f"{redact_text(urls[index])}: {refused}"
-                if not refused.passes:
-                    raise UserError(
-                        f"{KEY}: {escape_control_chars(reason)}; start `jaxtrain capture` with this"
-                        " run's config there, and give both sides the same key"
-                    ) from None
+            turn += 1
+            for url in urls:
+                if self._closed.is_set():
+                    raise Interrupted
+                try:
+                    return ask(url)
+                except ServerGone as gone:
+                    self._lost[url] = time.monotonic()
+                    reason = f"{redact_text(url)}: {gone}"
+                except ServerRefused as refused:
+                    reason = f"{redact_text(url)}: {refused}"
+                    if not refused.passes:
+                        remedy = REMEDIES.get(refused.status, "")
+                        raise UserError(f"{KEY}: {escape_control_chars(reason)}{remedy}") from None
         raise RunStopped(
-            f"{KEY} did not answer {TRIES} times, the last time {escape_control_chars(reason)};"
+            f"{KEY} did not answer {turn} times, the last time {escape_control_chars(reason)};"
             " start `jaxtrain capture` with this config there and run the same command again"
         )
 

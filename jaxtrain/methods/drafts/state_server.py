@@ -102,26 +102,33 @@ class StateServer:
 
         try:
             value = unpack(receive)[1]
-            target, batch = value["target"], value["batch"]
-            layers, last = tuple(value["layers"]), value["last"]
-        except (MalformedValueError, KeyError, TypeError) as error:
+        except MalformedValueError as error:
             raise RequestRefused(400, f"the body is no request for states: {error}") from None
-        if target != self.about["target"]:
+        match value:
+            case {"target": target, "layers": list(layers), "last": bool(last), "batch": batch}:
+                pass
+            case _:
+                raise RequestRefused(
+                    400,
+                    "the body is no request for states: it has a target, a list of layers, a batch,"
+                    " and whether the last states are wanted",
+                )
+        if not isinstance(target, str) or target != self.about["target"]:
             raise RequestRefused(409, "this server runs another target than the request is for")
         architecture = self.target.bundle.architecture
         depth = architecture.num_hidden_layers
-        if not layers or len(set(layers)) < len(layers):
-            raise RequestRefused(400, "layers are to be named, each once")
         if not all(type(layer) is int and 0 <= layer < depth for layer in layers):
             raise RequestRefused(400, f"layers are whole numbers from 0 to {depth - 1}")
+        if not layers or len(set(layers)) < len(layers):
+            raise RequestRefused(400, "layers are to be named, each once")
         check_request(batch, architecture.vocab_size)
-        width = (len(layers) + bool(last)) * architecture.hidden_size
+        width = (len(layers) + last) * architecture.hidden_size
         itemsize = next(iter(self.target.streams.values())).base.itemsize
         if (size := batch.tokens.size * width * itemsize) > MAX_STATE_BYTES:
             raise RequestRefused(
                 413, f"the states are {size:,} bytes, an answer at most {MAX_STATE_BYTES:,}"
             )
-        return batch, layers, bool(last)
+        return batch, tuple(layers), last
 
 
 def describe_target(target: FrozenTarget) -> dict[str, Any]:
@@ -139,8 +146,12 @@ def check_request(batch: Any, vocab_size: int) -> None:
     if (
         not all(isinstance(array, np.ndarray) and array.ndim == 3 for array in arrays)
         or any(array.dtype != np.int32 or not array.size for array in arrays)
-        or any((batch.weights, batch.streams, batch.denoms))
-        or (batch.owner, batch.images) != (None, None)
+        # By their types first: arrays in their places have no truth value.
+        or any(type(more) is not dict or more for more in (batch.weights, batch.streams))
+        or type(batch.denoms) is not dict
+        or batch.denoms
+        or batch.owner is not None
+        or batch.images is not None
     ):
         raise RequestRefused(400, "batch is to have int32 arrays [A, B, T] of tokens, and no more")
     try:

@@ -85,6 +85,9 @@ class StoredStates:
             return ""
         return "Reading is slower than training: lay task.target.path on a faster disk"
 
+    def close(self) -> None:
+        """Do nothing: no other process is waited for."""
+
     def open(self) -> StateStore:
         """Return the store, opened once."""
         if self.store is None:

@@ -84,6 +84,9 @@ class OtherDevices:
             f" {gain:.1f}x as fast"
         )
 
+    def close(self) -> None:
+        """Do nothing: no other process is waited for."""
+
 
 def find_split(num_target: int, num_training: int, busy: float, step: float) -> tuple[int, float]:
     """Return (devices for the target, speedup) of the best split, for a target that takes `busy`
