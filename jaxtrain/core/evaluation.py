@@ -162,7 +162,7 @@ class EvaluationHook(Hook):
                 f"the evaluation of step {interrupted} was broken off: it is asked again"
             )
         at_start = session.config.eval.at_start and session.step == 0
-        if interrupted is not None or at_start:
+        if (interrupted is not None or at_start) and not session.signals.stop:
             session.rounds.ready(session)
             self.evaluate()
 

@@ -24,6 +24,7 @@ from jaxtrain.distributed.compile_cache import CompileCounter
 from jaxtrain.distributed.feed import row_shards
 from jaxtrain.distributed.mesh import is_main_process
 from jaxtrain.distributed.processes import peers
+from jaxtrain.errors import Interrupted
 from jaxtrain.runs.checkpoint import Checkpoints
 from jaxtrain.runs.folder import RunFolder
 from jaxtrain.runs.hardware import Hardware
@@ -105,7 +106,10 @@ def open_run(
         if session.start < session.rounds.total_steps:
             # Programs compile meanwhile. What the engine refuses, it refuses before the start is
             # recorded.
-            session.rounds.ready(session)
+            try:
+                session.rounds.ready(session)
+            except Interrupted:
+                session.accept_stop()
         # What was written after the checkpoint comes again.
         folder.rewind(session.start)
         sinks.log(describe_start(session))

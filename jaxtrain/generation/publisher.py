@@ -1,5 +1,6 @@
 """Publishers, which bring trained weights to an engine."""
 
+from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 
@@ -27,9 +28,9 @@ class Publisher(Protocol):
 class AwaitedPublisher(Publisher, Protocol):
     """Publisher of an engine that starts while the run opens data and weights."""
 
-    def wait(self) -> None:
+    def wait(self, should_stop: Callable[[], bool] = lambda: False) -> None:
         """Return once the engine answers, on every process; UserError if it cannot do what the run
-        needs."""
+        needs, Interrupted once should_stop() on process 0."""
         ...
 
 

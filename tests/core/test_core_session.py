@@ -108,7 +108,7 @@ def test_servers_are_let_go_when_what_publishes_to_them_fails(monkeypatch):
         def __init__(self, *_):
             self.closing, self.all = contextlib.ExitStack(), []
 
-        def open(self, wait=True):
+        def open(self, wait=True, should_stop=None):
             told.append("open")
             return True
 

@@ -1,5 +1,7 @@
 """Runs whose servers start beside them: data, weights and programs do not wait for these."""
 
+import os
+import signal
 import threading
 from types import SimpleNamespace
 
@@ -11,7 +13,7 @@ from safetensors.numpy import load_file
 from jaxtrain.core import run
 from jaxtrain.core.bundle import build_model_bundle
 from jaxtrain.core.weights import open_params
-from jaxtrain.errors import UserError
+from jaxtrain.errors import Interrupted, UserError
 from jaxtrain.generation.vllm import factory
 from jaxtrain.generation.vllm.factory import open_vllm
 from jaxtrain.generation.vllm.servers import Servers
@@ -55,12 +57,23 @@ def test_servers_that_never_answer_are_named(stopped, tmp_path):
         publisher.close()
 
 
+def test_a_run_that_is_to_stop_waits_for_no_server(stopped, tmp_path):
+    config = make_config(stopped, tmp_path, "full", wait_seconds=60.0, health_seconds=0.1)
+    _, publisher = open_vllm(config, build_model_bundle(config), str)
+    try:
+        stops = iter([False, True])
+        with pytest.raises(Interrupted):
+            publisher.wait(lambda: next(stops))
+    finally:
+        publisher.close()
+
+
 @pytest.mark.parametrize("sleep", [False, True])
 def test_servers_on_the_trainers_devices_start_before_its_weights(
     sleep, stopped, tmp_path, monkeypatch
 ):
     opened = []
-    monkeypatch.setattr(Servers, "open", lambda self, wait=True: opened.append(wait))
+    monkeypatch.setattr(Servers, "open", lambda self, wait=True, **_: opened.append(wait))
     config = make_config(stopped, tmp_path, "full")
     vllm = config.rollout.vllm.model_copy(update={"sleep": sleep})
     rollout = config.rollout.model_copy(update={"vllm": vllm})
@@ -68,6 +81,31 @@ def test_servers_on_the_trainers_devices_start_before_its_weights(
     _, publisher = factory.open_vllm(config, build_model_bundle(config), str)
     publisher.close()
     assert opened == [sleep]
+
+
+CONFIG = (
+    '[task]\nkind = "rl"\n[env]\nkind = "calculator"\n[data]\nsequence_len = 256\n'
+    '[[data.datasets]]\npath = "builtin:calculator"\n[rollout]\nengine = "vllm"\n'
+    "max_idle_rounds = 1\n[run]\nmax_steps = 1\n[sampling]\nmax_new_tokens = 8\n"
+    "temperature = 1.0\n"
+)
+
+
+@pytest.mark.slow
+def test_a_signal_ends_a_run_that_waits_for_servers(stopped, tmp_path, monkeypatch, capsys):
+    read = run.start_state
+
+    def start_state(*args):
+        read(*args)
+        threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+
+    monkeypatch.setattr(run, "start_state", start_state)
+    (tmp_path / "c.toml").write_text(CONFIG)
+    words = [f"model.path={stopped.model}", f'rollout.vllm.servers=["{stopped.url}"]']
+    words += [f"run.output_dir={tmp_path / 'run'}", "rollout.vllm.wait_seconds=60"]
+    assert main(["--config", str(tmp_path / "c.toml"), *words]) == 0
+    output = capsys.readouterr()
+    assert "SIGTERM: nothing new to save after step 0" in output.out + output.err
 
 
 @pytest.mark.slow
@@ -85,12 +123,7 @@ def test_a_run_reads_its_weights_meanwhile(stopped, tmp_path, monkeypatch, capsy
         servers=f'rollout.vllm.servers=["{stopped.url}"]',
         folder=f"run.output_dir={tmp_path / 'run'}",
     )
-    (tmp_path / "c.toml").write_text(
-        '[task]\nkind = "rl"\n[env]\nkind = "calculator"\n[data]\nsequence_len = 256\n'
-        '[[data.datasets]]\npath = "builtin:calculator"\n[rollout]\nengine = "vllm"\n'
-        "max_idle_rounds = 1\n[run]\nmax_steps = 1\n[sampling]\nmax_new_tokens = 8\n"
-        "temperature = 1.0\n"
-    )
+    (tmp_path / "c.toml").write_text(CONFIG)
     main(["--config", str(tmp_path / "c.toml"), *vars(words).values()])
     assert "gave nothing to learn from" in capsys.readouterr().err
     assert stopped.label.endswith("-0"), "weights came, and answers"

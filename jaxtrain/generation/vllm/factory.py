@@ -137,10 +137,10 @@ def open_vllm(
 
 def open_servers(
     config: Config, bundle: ModelBundle, log: Callable[[str], None], stack: ExitStack
-) -> tuple[Servers, Callable[[], None]]:
+) -> tuple[Servers, Callable[[Callable[[], bool]], None]]:
     """Return (the servers of section rollout.vllm, started where the run launches them; a function
-    that returns once they answer, inspected and watched). stack: closes everything if a later step
-    of opening fails."""
+    that returns once they answer, inspected and watched, and raises Interrupted once its argument
+    is true). stack: closes everything if a later step of opening fails."""
     vllm = config.rollout.vllm
     sources, launcher, hosts = open_sources(vllm), None, None
     if vllm.launch == "local":
@@ -174,8 +174,8 @@ def open_servers(
     if launcher is not None:
         servers.closing.callback(launcher.close)
 
-    def finish() -> None:
-        servers.open()
+    def finish(should_stop: Callable[[], bool] = lambda: False) -> None:
+        servers.open(should_stop=should_stop)
         if launcher is not None:
             # Restarts begin only now: an exit before the first answer is a mistake in the setup.
             launcher.watch(servers.report_ended, servers.fail)
@@ -185,7 +185,7 @@ def open_servers(
     # devices measures how much of their memory is free.
     if vllm.sleep or servers.open(wait=False):
         finish()
-        return servers, lambda: None
+        return servers, lambda should_stop: None
     return servers, finish
 
 

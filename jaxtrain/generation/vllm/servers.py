@@ -18,7 +18,7 @@ from typing_extensions import override
 
 from jaxtrain.config.secrets import redact_text
 from jaxtrain.config.vllm import VllmConfig
-from jaxtrain.errors import UserError
+from jaxtrain.errors import Interrupted, UserError
 from jaxtrain.generation.engine import Sampling
 from jaxtrain.generation.vllm.control import ServerGone, ServerRefused
 from jaxtrain.generation.vllm.inspector import Inspector
@@ -73,13 +73,13 @@ class Servers(Pool):
     def push_weights(self, push_weights: Callable[[VllmServer], None]) -> None:
         self.watcher.push_weights = push_weights
 
-    def open(self, wait: bool = True) -> bool:
+    def open(self, wait: bool = True, should_stop: Callable[[], bool] = lambda: False) -> bool:
         """Wait for the servers, inspect them and start to watch them; return True once that is
         done.
 
         wait: False to return, with False, where a server does not answer yet; a later call
         goes on. Continues without a server that does not answer in time. Raises UserError if none
-        does, and for a server that cannot do what this run needs.
+        does, and for a server that cannot do what this run needs; Interrupted once should_stop().
         """
         if self._opened:
             return True
@@ -102,6 +102,8 @@ class Servers(Pool):
                 break
             if not wait:
                 return False
+            if should_stop():
+                raise Interrupted
             if not logged:
                 self.log(f"waiting for {self._describe_awaited(waiting)}")
                 logged = True

@@ -17,20 +17,21 @@ class SharedPublisher(AwaitedPublisher):
         self,
         publisher: Publisher | None,
         gather: Callable[[Params], Mapping[str, Any]],
-        open_engine: Callable[[], None] = lambda: None,
+        open_engine: Callable[[Callable[[], bool]], None] = lambda should_stop: None,
     ):
         """publisher: on process 0. gather: a collective that makes what it publishes. open_engine:
-        returns once the engine of process 0 answers."""
+        returns once the engine of process 0 answers, or raises Interrupted once its argument is
+        true."""
         self.publisher, self.gather = publisher, gather
         self._open_engine = open_engine
 
     @override
-    def wait(self) -> None:
-        broadcast_or_raise("the engine answers", self._open)
+    def wait(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        broadcast_or_raise("the engine answers", lambda: self._open(should_stop))
 
-    def _open(self) -> None:
-        self._open_engine()
-        self._open_engine = lambda: None
+    def _open(self, should_stop: Callable[[], bool] = lambda: False) -> None:
+        self._open_engine(should_stop)
+        self._open_engine = lambda should_stop: None
 
     @override
     def publish(self, version: int, params: Params, rebuild: Rebuild) -> dict[str, float]:

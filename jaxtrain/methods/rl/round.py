@@ -148,13 +148,14 @@ class RolloutRounds:
         return self.stages.producer
 
     def ready(self, context: TrainingContext) -> None:
-        """Publish the first weights, unless that was done."""
+        """Publish the first weights, unless that was done; Interrupted if the run is to stop while
+        servers start."""
         if self.published is None:
             if self.stages is not None:
                 self.producer.stop_when(context.stop_requested)
             if isinstance(self.access.publisher, AwaitedPublisher):
                 with context.phase("waiting for the servers"):
-                    self.access.publisher.wait()
+                    self.access.publisher.wait(context.stop_requested)
             self.publish(context)
 
     def next(self, context: TrainingContext) -> Round:
