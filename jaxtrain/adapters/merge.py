@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -36,7 +36,7 @@ from jaxtrain.huggingface.config import hf_defaults
 from jaxtrain.huggingface.copy import TensorChanges, copy_folder, is_float
 from jaxtrain.huggingface.files import check_inside, read_object, spell
 from jaxtrain.huggingface.generation import NAME as GENERATION
-from jaxtrain.huggingface.ops import StackedOps, TensorOp, Transpose, full_index
+from jaxtrain.huggingface.ops import HEAD_BIAS, HEADS, StackedOps, TensorOp, Transpose, full_index
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.safetensors import CODES, MAX_SHARD_BYTES, RoundingLoss, SafetensorsFolder
 from jaxtrain.models import build, families
@@ -45,8 +45,7 @@ from jaxtrain.models.parameters import split_model
 
 NAMES = ("embed_in", "embed_tokens", "embeddings", "word_embeddings", "wte")
 EMBEDDINGS = tuple(f".{name}.weight" for name in NAMES)
-HEAD, BIAS = "lm_head.weight", "lm_head.bias"
-ENDS = (*EMBEDDINGS, ".embed_out.weight", f".{HEAD}")
+ENDS = (*EMBEDDINGS, *(f".{name}" for name in HEADS))
 TOKENIZER = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "tokenizer.model", "vocab.json", "vocab.txt", "merges.txt"),
@@ -239,17 +238,18 @@ def merge_adapter(
     """
     base, output = Path(base), Path(output)
     files = open_folder(base)
-    peft = open_peft(adapter).called_as(files.tensors)
+    head = find_head(files.tensors)
+    peft = open_peft(adapter).called_as([*files.tensors, head])
     raw = read_object(base / "config.json") if (base / "config.json").is_file() else {}
     tied = find_tied(files, peft, raw)
-    unties = tied is not None and changes_one(peft, tied)
-    copies = {HEAD: tied} if tied and unties and HEAD not in files.tensors else {}
+    unties = tied is not None and changes_one(peft, tied, head)
+    copies = {head: tied} if tied and unties and head not in files.tensors else {}
     files.tensors |= {name: files.tensors[source] for name, source in copies.items()}
     needs_config = quantize != "none" or peft.targets or peft.inputs_first
     config = families.read_config(base, family) if needs_config else None
     corrections = find_corrections(files, peft, config)
-    if tied in corrections and not unties and HEAD in files.tensors:
-        corrections.setdefault(HEAD, corrections[tied])  # the head is stored a second time
+    if tied in corrections and not unties and head in files.tensors:
+        corrections.setdefault(head, corrections[tied])  # the head is stored a second time
     restore = None if quantize == "none" or config is None else RoundTrip(config, quantize, files)
 
     loss = RoundingLoss()
@@ -272,8 +272,9 @@ def merge_adapter(
     if shapes:
         total = next(iter(shapes.values()))[0]
         keys = {**keys, "vocab_size": total}
-        if BIAS in files.tensors and BIAS not in shapes:
-            corrections[BIAS], shapes[BIAS] = RowCorrection(peft, BIAS, (), total), (total,)
+        if HEAD_BIAS in files.tensors and HEAD_BIAS not in shapes:
+            corrections[HEAD_BIAS] = RowCorrection(peft, HEAD_BIAS, (), total)
+            shapes[HEAD_BIAS] = (total,)
     if unties:
         keys = {**keys, "tie_word_embeddings": False}
     keys = {**keys, **families.rename_architectures(raw)}
@@ -290,7 +291,8 @@ def find_tied(files: SafetensorsFolder, peft: PeftFolder, raw: Mapping[str, Any]
     the base's config.json, which alone says whether a head that is stored is used."""
     changed = {*peft.full(), *(f"{module}.weight" for module in (*peft.modules(), *peft.rows()))}
     tables = [name for name in files.tensors if f".{name}".endswith(EMBEDDINGS)]
-    if len(tables) != 1 or changed.isdisjoint({HEAD, *tables}):
+    head = find_head(files.tensors)
+    if len(tables) != 1 or changed.isdisjoint({head, *tables}):
         return None
     text = raw.get("text_config")
     stated = raw.get("tie_word_embeddings")
@@ -300,15 +302,21 @@ def find_tied(files: SafetensorsFolder, peft: PeftFolder, raw: Mapping[str, Any]
         try:
             stated = hf_defaults(str(raw.get("model_type"))).get("tie_word_embeddings", False)
         except UserError:  # a family that transformers does not know
-            stated = HEAD not in files.tensors
+            stated = head not in files.tensors
     return tables[0] if stated else None
 
 
-def changes_one(peft: PeftFolder, table: str) -> bool:
+def find_head(tensors: Collection[str]) -> str:
+    """Return what the base calls its head, or would if it stored one."""
+    stored = [name for name in HEADS if name in tensors]
+    return stored[0] if stored else HEADS["gpt_neox.embed_in.weight" in tensors]
+
+
+def changes_one(peft: PeftFolder, table: str, head: str) -> bool:
     """Return whether an adapter of PEFT changes the table or the head of a tied base and leaves the
     other: PEFT computes with a copy of what it trains. Rows of tokens change in both."""
-    full = peft.full() & {table, HEAD}
-    if HEAD.removesuffix(".weight") in peft.modules():
+    full = peft.full() & {table, head}
+    if head.removesuffix(".weight") in peft.modules():
         return True
     if len(full) == 2:
         return not _same_tables(peft)
@@ -401,7 +409,7 @@ def find_corrections(
             )
     for name in sorted(peft.full()):
         stored, adapter_shape = files.tensors.get(name), peft.files.tensors[PREFIX + name]
-        if stored is None and name == HEAD and _same_tables(peft):
+        if stored is None and name in HEADS and _same_tables(peft):
             continue  # tied: the base stores the table once, as the embedding
         if stored is None and name.startswith("score."):
             problems.append(
@@ -487,12 +495,13 @@ def check_base_tensor(
 
 def grows(name: str, shape: tuple[int, ...], adapter_shape: tuple[int, ...]) -> bool:
     """Return whether an adapter's table has more tokens than the base's and the same width."""
-    is_table = f".{name}".endswith((*ENDS, f".{BIAS}"))
+    is_table = f".{name}".endswith((*ENDS, f".{HEAD_BIAS}"))
     return is_table and adapter_shape[1:] == shape[1:] and adapter_shape[0] > shape[0]
 
 
 def _same_tables(peft: PeftFolder) -> bool:
-    names = [n for end in (EMBEDDINGS, f".{HEAD}") for n in peft.files.tensors if n.endswith(end)]
+    ends = EMBEDDINGS, tuple(f".{name}" for name in HEADS)
+    names = [n for end in ends for n in peft.files.tensors if n.endswith(end)]
     if len(names) != 2:
         return False
     embed, head = (peft.files.fetch(n, full_index(peft.files.tensors[n].shape)) for n in names)

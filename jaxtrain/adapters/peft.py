@@ -261,7 +261,7 @@ def write_gathered(
             modules = [linears[path].modules[layer] for layer in slot.layers or ()]
             modules = modules or [".".join(name.split(".")[-2:])]
             targets[path] = [f"{module}.weight" for module in modules]
-    tables = table_modules(config)
+    tables = {path: module_in_memory(name) for path, name in table_modules(config).items()}
     raw = describe_adapter(linears, join_slots(config, adapter), base_name, targets, tables)
     raw["fan_in_fan_out"] = config.inputs_first
     # PEFT renames tensors as transformers does, but not the modules to put pairs at. Only models
@@ -314,7 +314,7 @@ def join_slots(config: DecoderConfig, adapter: Adapter) -> Adapter:
 def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -> Adapter:
     """Describe an existing adapter of a model. Raises UserError if it does not fit."""
     linears = find_adaptable(config)
-    peft = open_peft(folder).called_as(module_names(linears))
+    peft = open_peft(folder).called_as(list_modules(config, linears))
     check_orientation(peft, config)
     modules, slots = peft.modules(), {}
     wrapped, targets, unmatched = find_pairs(peft, config, linears)
@@ -380,6 +380,11 @@ def read_adapter(folder: str | os.PathLike, config: DecoderConfig, dtype: str) -
     return Adapter(slots, full, dtype, source=Path(folder), dropout=dropout, rows=rows)
 
 
+def list_modules(config: DecoderConfig, linears: Linears) -> list[str]:
+    """List the Hugging Face modules of all Linears and tables."""
+    return [*module_names(linears), *table_modules(config).values()]
+
+
 def module_names(linears: Linears) -> list[str]:
     """List the Hugging Face modules of all Linears."""
     return [name for linear in linears.values() for name in linear.modules]
@@ -414,7 +419,7 @@ def load_trained(shapes: Shapes, config: DecoderConfig, adapter: Adapter) -> Par
     """The trained parameters of adapter.source, as shapes (with shardings) ask."""
     assert adapter.source is not None, "an adapter that starts from a folder"
     file = adapter.source / WEIGHTS
-    peft = open_peft(adapter.source).called_as(module_names(find_adaptable(config)))
+    peft = open_peft(adapter.source).called_as(list_modules(config, find_adaptable(config)))
     params: dict[str, Any] = {}
     files = peft.files
     check = FiniteCheck(files)
@@ -486,9 +491,9 @@ def _names_in_memory(config: DecoderConfig, module: str, beside: bool) -> list[s
 
 def _rename(name: str, beside: bool) -> str:
     """Return PEFT's name of a folder's tensor: another one for what PEFT does not rename itself,
-    towers and folders of SIDE_BY_SIDE."""
+    towers, folders of SIDE_BY_SIDE and GPT-NeoX's head."""
     module = name.removeprefix(PREFIX)
-    renamed = beside or TOWER.match(module)
+    renamed = beside or TOWER.match(module) or module.startswith("embed_out.")
     return PREFIX + module_in_memory(module, beside) if renamed else name
 
 

@@ -46,7 +46,11 @@ SAYS_NOTHING = {
     *("layers_pattern", "layers_to_transform", "fan_in_fan_out"),
 }
 """Keys of adapter_config.json that are read here, or that the tensors themselves tell."""
-RENAMED = (("backbone.", "model."), ("language_model.model.", "model.language_model."))
+RENAMED = (
+    ("backbone.", "model."),
+    ("language_model.model.", "model.language_model."),
+    ("embed_out", "lm_head"),
+)
 """Beginnings of names in folders, and what transformers 5 makes of them: PEFT loads either and
 writes the latter."""
 SIDE_BY_SIDE = (("visual.", "model.visual."), ("model.", "model.language_model."))
@@ -200,10 +204,13 @@ class PeftFolder:
                 continue
             module = name[len(PREFIX) : -len(ROWS) - 1]
             if isinstance(stated, dict):
-                listed = (ids for key, ids in stated.items() if f".{module}".endswith(f".{key}"))
+                names = tuple(f".{name}" for name in (module, module_in_memory(module)))
+                listed = (
+                    i for key, i in stated.items() if any(n.endswith(f".{key}") for n in names)
+                )
                 ids = next(listed, ())
             else:  # of the embedding, whatever its name
-                ids = () if module.endswith("lm_head") else stated
+                ids = () if module_in_memory(module).endswith("lm_head") else stated
             if not ids and self._is_copy(name, stored.shape):
                 continue
             if len(ids) != stored.shape[0] or len(set(ids)) < len(ids):

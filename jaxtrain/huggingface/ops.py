@@ -24,6 +24,8 @@ Fetch = Callable[[str, Index], np.ndarray]
 """(tensor name, index) -> that part of it."""
 TIED_COPY = "lm_head.weight"
 """The head; some folders store one that is tied to the embedding a second time."""
+HEADS, HEAD_BIAS = (TIED_COPY, "embed_out.weight"), "lm_head.bias"
+"""What heads are called, GPT-NeoX's last; and the bias of those that have one."""
 
 
 class SplitPiece(NamedTuple):

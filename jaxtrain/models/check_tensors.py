@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import spell
-from jaxtrain.huggingface.ops import TIED_COPY, ParameterEntry, full_index
+from jaxtrain.huggingface.ops import HEAD_BIAS, HEADS, ParameterEntry, full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.models.decoder_config import DecoderConfig
 
@@ -51,13 +51,13 @@ def check_tensors(
                     f"{stored.file.name}: {name} is stored as {stored.dtype}, as quantized weights"
                     " are; convert the model to floats"
                 )
-        elif name.endswith(TIED_COPY) and config.score is not None:
+        elif name.endswith((*HEADS, HEAD_BIAS)) and config.score is not None:
             continue  # the head of the language model that it was
         elif name in copies:
             table = tables.get(copies[name])
             if table in tensors and not _equal(files, name, table):
                 reason = "config.json says tie_word_embeddings=true"
-                if name != TIED_COPY:
+                if name not in HEADS:
                     reason = 'a head is trained only with the same: set model.mtp.train to "none"'
                 kind = "embedding" if copies[name] == "embed.embedding" else "head"
                 problems.append(f"{stored.file.name}: {name} differs from the {kind}, but {reason}")

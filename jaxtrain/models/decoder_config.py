@@ -8,7 +8,7 @@ import numpy as np
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.config import read_fields, write_fields
-from jaxtrain.huggingface.ops import TIED_COPY
+from jaxtrain.huggingface.ops import HEADS
 from jaxtrain.layers.mixer import IMAGES, LayerSpec
 from jaxtrain.layers.mlp import ACTIVATIONS
 from jaxtrain.layers.norm import RMSNorm
@@ -291,7 +291,7 @@ class DecoderConfig:
     def table_copies(self) -> dict[str, str]:
         """Parameters of which folders may hold copies, by the names of these tensors."""
         tied = self.score is None and self.tie_word_embeddings
-        copies = {TIED_COPY: "embed.embedding"} if tied else {}
+        copies = dict.fromkeys(HEADS, "embed.embedding") if tied else {}
         return copies if self.mtp is None else {**copies, **dict(self.mtp.copies)}
 
     @property

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Self
 
 from jaxtrain.huggingface.config_checks import check_rope
-from jaxtrain.huggingface.ops import TIED_COPY, ParameterEntry
+from jaxtrain.huggingface.ops import HEADS, TIED_COPY, ParameterEntry
 from jaxtrain.models.blocks import BlockSpec, DenseSpec, SpecDecoder, spec_names
 from jaxtrain.models.joint_heads import PARTS, EqualHeadsConfig, JointHeadsSpec
 from jaxtrain.models.naming import rename_tensors
@@ -58,6 +58,6 @@ def names(config: Config) -> list[ParameterEntry]:
 def rename(name: str) -> str:
     """Return the family's name of a tensor that other families call `name`."""
     if name == TIED_COPY:
-        return "embed_out.weight"
+        return HEADS[1]
     name = name.replace("model.", "gpt_neox.", 1).replace(".self_attn.", ".attention.")
     return name.replace(".embed_tokens.", ".embed_in.")

@@ -15,7 +15,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.distributed.sharding import shardings
-from jaxtrain.huggingface.ops import TIED_COPY, GrownRows, ParameterEntry, StackedOps, full_index
+from jaxtrain.huggingface.ops import HEADS, GrownRows, ParameterEntry, StackedOps, full_index
 from jaxtrain.huggingface.packed import open_folder
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.models.build import abstract, draw_params, layer_sharding
@@ -159,7 +159,7 @@ def remember(model: Decoder, folder: str | os.PathLike) -> Decoder:
     """
     dtypes = {name: str(stored.dtype) for name, stored in open_folder(folder).tensors.items()}
     common = collections.Counter(dtypes.values()).most_common(1)[0][0]
-    copies = {TIED_COPY, *getattr(getattr(model, "mtp", None), "copies", ())}
+    copies = {*HEADS, *getattr(getattr(model, "mtp", None), "copies", ())}
     exceptions = {name: d for name, d in dtypes.items() if d != common or name in copies}
     model.stored = (("", common), *sorted(exceptions.items()))
     if any(name.startswith(model.carries) for name in dtypes):

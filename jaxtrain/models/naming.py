@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxtrain.huggingface.ops import (
+    HEAD_BIAS,
     TIED_COPY,
     ParameterEntry,
     PermutedRows,
@@ -57,7 +58,7 @@ def outer_names(config: DecoderConfig, norm: str = "norm") -> list[ParameterEntr
     if config.score is None and not config.tie_word_embeddings:
         entries.append(ParameterEntry("lm_head.embedding", TensorRef(TIED_COPY)))
         if config.head_bias:
-            entries.append(ParameterEntry("lm_head.bias", TensorRef("lm_head.bias")))
+            entries.append(ParameterEntry(HEAD_BIAS, TensorRef(HEAD_BIAS)))
     return entries + predictor_names(config)
 
 

@@ -4,8 +4,10 @@ import json
 
 import numpy as np
 import pytest
+from tiny_models import compute_logits, pack
 
 from jaxtrain.adapters.merge import merge_adapter
+from jaxtrain.models import loading
 
 torch = pytest.importorskip("torch", reason="PEFT needs torch")
 peft = pytest.importorskip("peft", reason="PEFT is the reference")
@@ -66,6 +68,23 @@ def test_merged_logits_of_gpt2_are_pefts(tmp_path, settings, tied):
     check_merge(base, tmp_path, settings, tied)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("stored", [False, True], ids=["stored once", "stored twice"])
+def test_a_head_of_another_name_is_untied_and_read_again(tmp_path, stored):
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+    base = make_base(tmp_path / "base", "gpt_neox", num_hidden_layers=1, **sizes)
+    if stored:
+        state = load_file(base / "model.safetensors")
+        state["embed_out.weight"] = state["gpt_neox.embed_in.weight"].clone()
+        save_file(state, base / "model.safetensors", {"format": "pt"})
+    settings = {"target_modules": ["dense"], "modules_to_save": ["lm_head"]}
+    expected = check_merge(base, tmp_path, settings, False)
+    model = loading.load(tmp_path / "merged")
+    batch = pack([[TOKENS[0].numpy()]], TOKENS.shape[1])
+    np.testing.assert_allclose(compute_logits(model, batch), expected, atol=2e-5)
+
+
 def check_merge(folder, tmp_path, settings, tied):
     torch.manual_seed(1)
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -84,3 +103,4 @@ def check_merge(folder, tmp_path, settings, tied):
     np.testing.assert_allclose(actual, expected, atol=2e-6)
     raw = json.loads((tmp_path / "merged/config.json").read_text())
     assert raw.get("tie_word_embeddings", True) is tied
+    return expected
