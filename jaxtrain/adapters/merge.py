@@ -8,7 +8,7 @@ import dataclasses
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -27,6 +27,7 @@ from jaxtrain.adapters.peft_folder import (
     SUFFIX,
     PeftFolder,
     check_orientation,
+    find_head,
     open_peft,
 )
 from jaxtrain.adapters.spec import LoRASpec, find_adaptable
@@ -251,7 +252,6 @@ def merge_adapter(
     if tied in corrections and not unties and head in files.tensors:
         corrections.setdefault(head, corrections[tied])  # the head is stored a second time
     restore = None if quantize == "none" or config is None else RoundTrip(config, quantize, files)
-
     loss = RoundingLoss()
 
     def change(name: str, array: np.ndarray, index: int | None) -> np.ndarray:
@@ -291,8 +291,7 @@ def find_tied(files: SafetensorsFolder, peft: PeftFolder, raw: Mapping[str, Any]
     the base's config.json, which alone says whether a head that is stored is used."""
     changed = {*peft.full(), *(f"{module}.weight" for module in (*peft.modules(), *peft.rows()))}
     tables = [name for name in files.tensors if f".{name}".endswith(EMBEDDINGS)]
-    head = find_head(files.tensors)
-    if len(tables) != 1 or changed.isdisjoint({head, *tables}):
+    if len(tables) != 1 or changed.isdisjoint({find_head(files.tensors), *tables}):
         return None
     text = raw.get("text_config")
     stated = raw.get("tie_word_embeddings")
@@ -302,14 +301,8 @@ def find_tied(files: SafetensorsFolder, peft: PeftFolder, raw: Mapping[str, Any]
         try:
             stated = hf_defaults(str(raw.get("model_type"))).get("tie_word_embeddings", False)
         except UserError:  # a family that transformers does not know
-            stated = head not in files.tensors
+            stated = find_head(files.tensors) not in files.tensors
     return tables[0] if stated else None
-
-
-def find_head(tensors: Collection[str]) -> str:
-    """Return what the base calls its head, or would if it stored one."""
-    stored = [name for name in HEADS if name in tensors]
-    return stored[0] if stored else HEADS["gpt_neox.embed_in.weight" in tensors]
 
 
 def changes_one(peft: PeftFolder, table: str, head: str) -> bool:
@@ -500,8 +493,7 @@ def grows(name: str, shape: tuple[int, ...], adapter_shape: tuple[int, ...]) -> 
 
 
 def _same_tables(peft: PeftFolder) -> bool:
-    ends = EMBEDDINGS, tuple(f".{name}" for name in HEADS)
-    names = [n for end in ends for n in peft.files.tensors if n.endswith(end)]
+    names = [name for name in peft.files.tensors if name.endswith(ENDS)]
     if len(names) != 2:
         return False
     embed, head = (peft.files.fetch(n, full_index(peft.files.tensors[n].shape)) for n in names)

@@ -490,8 +490,7 @@ def _names_in_memory(config: DecoderConfig, module: str, beside: bool) -> list[s
 
 
 def _rename(name: str, beside: bool) -> str:
-    """Return PEFT's name of a folder's tensor: another one for what PEFT does not rename itself,
-    towers, folders of SIDE_BY_SIDE and GPT-NeoX's head."""
+    """Return PEFT's name of a folder's tensor: another one where PEFT does not rename it itself."""
     module = name.removeprefix(PREFIX)
     renamed = beside or TOWER.match(module) or module.startswith("embed_out.")
     return PREFIX + module_in_memory(module, beside) if renamed else name

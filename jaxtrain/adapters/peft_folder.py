@@ -15,7 +15,7 @@ from jaxtrain.adapters.peft_experts import WrappedExperts
 from jaxtrain.adapters.spec import LoRASpec
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import shorten, spell
-from jaxtrain.huggingface.ops import full_index
+from jaxtrain.huggingface.ops import HEADS, full_index
 from jaxtrain.huggingface.safetensors import SafetensorsFolder
 from jaxtrain.models.decoder_config import DecoderConfig
 
@@ -335,6 +335,12 @@ def check_ranks(peft: PeftFolder) -> None:
                 f"{down.file}: {spell(module)} has a magnitude {magnitude.shape} for lora_B"
                 f" {up.shape}"
             )
+
+
+def find_head(tensors: Collection[str]) -> str:
+    """Return what the base calls its head, or would if it stored one."""
+    stored = [name for name in HEADS if name in tensors]
+    return stored[0] if stored else HEADS["gpt_neox.embed_in.weight" in tensors]
 
 
 def lies_beside(names: Collection[str]) -> bool:

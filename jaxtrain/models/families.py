@@ -15,6 +15,7 @@ from jaxtrain.huggingface.files import read_object, spell
 from jaxtrain.models import ARCHITECTURES, DRAFTS, TEXTS
 from jaxtrain.models.decoder_config import DecoderConfig
 from jaxtrain.models.scores import (
+    CLASSIFIERS,
     LANGUAGE,
     PICTURED,
     ScoreHead,
@@ -136,6 +137,12 @@ def config_from_hf(
 
 def with_score(config: DecoderConfig, score: ScoreHead) -> DecoderConfig:
     """Return the config with a score head. Raises UserError if the family has no names for one."""
+    if score.per == "token" and config.model_type in CLASSIFIERS:
+        raise UserError(
+            f"{config.architecture}: transformers reads a head that scores tokens under the name"
+            " classifier here, which is not written; set task.labels to pairs, or train a model of"
+            " another family"
+        )
     changed = dataclasses.replace(config, score=score)
     if not any(entry.param == "score.weight" for entry in family(config).names(changed)):
         raise UserError(

@@ -33,6 +33,10 @@ OTHERWISE = {
     "Qwen3_5ForSequenceClassification": "Qwen3_5TextForSequenceClassification",
 }
 """What transformers calls those of text alone where the rule's name is a multimodal class."""
+BY_RULE = {"GPT2LMHeadModel": "GPT2ForCausalLM"}
+"""Language models with names of their own, and what they would be called by the rule."""
+CLASSIFIERS = ("falcon", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox")
+"""Families whose class for tokens calls its head otherwise in transformers."""
 MAX_LABELS = 2**14
 
 
@@ -52,6 +56,7 @@ class ScoreHead:
         writes. pictured: with a tower for images."""
         suffix = next(suffix for suffix, per in SUFFIXES.items() if per == self.per)
         scalar = self.per == "sequence" and len(self.labels) == 1
+        architecture = BY_RULE.get(architecture, architecture)
         name = architecture.removesuffix(LANGUAGE).removesuffix(PICTURED) + suffix
         return {
             "architectures": [name if pictured else OTHERWISE.get(name, name)],
@@ -69,7 +74,8 @@ def split_architecture(name: str) -> tuple[str, Per | None]:
     name = next((canonical for canonical, alias in OTHERWISE.items() if alias == name), name)
     for suffix, per in SUFFIXES.items():
         if name.endswith(suffix):
-            return name.removesuffix(suffix) + LANGUAGE, per
+            name = name.removesuffix(suffix) + LANGUAGE
+            return next((model for model, rule in BY_RULE.items() if rule == name), name), per
     return name, None
 
 
