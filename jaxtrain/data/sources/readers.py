@@ -189,9 +189,11 @@ def _open_workers(rows: Any, num_workers: int) -> Any:
 
 
 def _leave_interrupts(worker: int, num_workers: int) -> None:
-    """Ignore SIGINT in a worker: Ctrl-C reaches the whole process group, but only the training loop
-    handles it, and then ends the workers."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """Ignore in a worker what asks to stop: Ctrl-C, `timeout` and schedulers of jobs signal whole
+    process groups, but only the training loop handles it, and then ends the workers. One that ended
+    within a write would leave a queue on which that waits."""
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)
 
 
 class _Stream:
