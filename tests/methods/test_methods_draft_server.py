@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
+from types import SimpleNamespace
 
 import jax
 import numpy as np
@@ -207,11 +208,14 @@ def test_a_server_that_is_away_is_asked_last_for_a_while(folder, monkeypatch):
             raise ServerGone("off")
         return url
 
+    remote._data = SimpleNamespace(log=(lines := []).append)
     assert [remote._try(ask, remote.urls) for _ in range(3)] == ["http://b"] * 3
     assert "".join(asked) == "abbb"
     monkeypatch.setattr(remote_states, "LOST_SECONDS", 0.0)
     away.clear()
-    assert remote._try(ask, remote.urls) == "http://a"
+    assert [remote._try(ask, remote.urls) for _ in range(2)] == ["http://a"] * 2
+    away = "task.target.servers: http://a: off; asked again, or another in its place"
+    assert lines == [away, "task.target.servers: http://a answers again"]
     monkeypatch.setattr(remote_states, "GIVE_UP_SECONDS", 0.1)
     silent = client(load(folder), "http://a", sleep=[])
     with pytest.raises(RunStopped, match="did not answer 1 times.*silent"):
@@ -262,6 +266,16 @@ def test_impossible_settings_are_refused(folder, command, overrides, message, ca
     verb = [] if command == "train" else [command]
     assert main([*verb, "--config", str(folder / "draft.toml"), *overrides]) == 2
     assert re.search(message, capsys.readouterr().err)
+
+
+def test_tokens_that_do_not_divide_among_a_servers_devices_are_refused(folder, target, monkeypatch):
+    def capture(*_, **__):
+        raise UserError("rows of 16 tokens on 3 devices")
+
+    with serving(target) as (url, _):
+        monkeypatch.setattr(target, "capture", capture)
+        with pytest.raises(UserError, match="HTTP 400: rows of 16 tokens on 3 devices"):
+            client(load(folder), url, sleep=[]).fill(random_batch())
 
 
 @contextmanager

@@ -87,8 +87,9 @@ class RemoteStates:
         key = section.api_key and reveal({"api_key": section.api_key}, "task.target")["api_key"]
         self.key = key or os.environ.get(KEY_VARIABLE)
         self._about: dict[str, Any] | None = None
+        self._data: OfflineData | None = None
         self._lost: dict[str, float] = {}
-        """{URL: when it was away}"""
+        """{URL: when it was away last} of servers that have not answered since."""
 
     @property
     def names(self) -> str:
@@ -104,6 +105,7 @@ class RemoteStates:
 
     def check(self, data: OfflineData) -> str:
         """Return a line about the servers. Raises UserError if one runs another target."""
+        self._data = data
         for url in self.urls:
             about, name = self._try(self._look, [url]), f"{KEY} {redact_text(url)}"
             if not isinstance(about, dict) or about.get("format") != FORMAT:
@@ -230,6 +232,11 @@ class RemoteStates:
 
         return self._try(post, [*self.urls[first:], *self.urls[:first]])
 
+    def _log(self, text: str) -> None:
+        # The data's log is that of the run once it is open.
+        if self._data is not None:
+            self._data.log(escape_control_chars(text))
+
     def _authorize(self, url: str) -> dict[str, str]:
         login = split_login(url)[1] or (self.key and f"Bearer {self.key}")
         return {"Authorization": login} if login else {}
@@ -247,15 +254,21 @@ class RemoteStates:
                 if self._closed.is_set():
                     raise Interrupted
                 try:
-                    return ask(url)
+                    answer = ask(url)
                 except ServerGone as gone:
-                    self._lost[url] = time.monotonic()
                     reason = f"{redact_text(url)}: {gone}"
+                    if url not in self._lost:
+                        self._log(f"{KEY}: {reason}; asked again, or another in its place")
+                    self._lost[url] = time.monotonic()
                 except ServerRefused as refused:
                     reason = f"{redact_text(url)}: {refused}"
                     if not refused.passes:
                         remedy = REMEDIES.get(refused.status, "")
                         raise UserError(f"{KEY}: {escape_control_chars(reason)}{remedy}") from None
+                else:
+                    if self._lost.pop(url, None) is not None:
+                        self._log(f"{KEY}: {redact_text(url)} answers again")
+                    return answer
         raise RunStopped(
             f"{KEY} did not answer {turn} times, the last time {escape_control_chars(reason)};"
             " start `jaxtrain capture` with this config there and run the same command again"

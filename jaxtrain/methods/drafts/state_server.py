@@ -20,6 +20,7 @@ from jaxtrain.distributed.feed import to_host
 from jaxtrain.distributed.serialization import MalformedValueError, pack, unpack
 from jaxtrain.environments.endpoint_app import Route, read_body
 from jaxtrain.environments.request_fields import RequestRefused
+from jaxtrain.errors import UserError
 from jaxtrain.methods.drafts.capture import FrozenTarget, digest
 
 FORMAT = 1
@@ -85,7 +86,10 @@ class StateServer:
     def capture(self, body: bytes) -> list[memoryview]:
         """Return the states that a packed request asks for; RequestRefused."""
         batch, layers, last = self.read(body)
-        states = self.target.capture(batch, layers, last=last)
+        try:
+            states = self.target.capture(batch, layers, last=last)
+        except UserError as error:  # tokens that do not divide among this server's devices
+            raise RequestRefused(400, str(error)) from None
         rows = batch.tokens.shape[1]
         return pack("states", {name: to_host(value)[:, :rows] for name, value in states.items()})
 
