@@ -23,8 +23,8 @@ from jaxtrain.errors import UserError
 from jaxtrain.text_safety import escape_control_chars, redact_text
 
 HIDDEN = {
-    *("tokens", "trained_tokens", "step_seconds", "time", "entropy", "num_tokens", "groups"),
-    *("num_sampled_tokens", "policy_version", "trained_share", "prompt_tokens_saved"),
+    *("tokens", "trained_tokens", "step_seconds", "data_seconds", "time", "entropy", "num_tokens"),
+    *("groups", "num_sampled_tokens", "policy_version", "trained_share", "prompt_tokens_saved"),
 }
 """Metrics left out of the step's line; names with a slash are left out as well."""
 

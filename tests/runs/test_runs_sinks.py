@@ -284,6 +284,7 @@ VALUES = {
     "grad_norm": 1.2,
     "learning_rate": 1e-4,
     "tokens": 4096.0,
+    "data_seconds": 0.0123,
     "tokens_per_second_per_device": 12345.0,
     "mfu": 0.3121,
     "peak_memory_gib": 3.25,
