@@ -162,7 +162,7 @@ class EvaluationHook(Hook):
                 f"the evaluation of step {interrupted} was broken off: it is asked again"
             )
         at_start = session.config.eval.at_start and session.step == 0
-        if (interrupted is not None or at_start) and not session.signals.stop:
+        if (interrupted is not None or at_start) and not session.stops_everywhere():
             session.rounds.ready(session)
             self.evaluate()
 
@@ -183,7 +183,7 @@ class EvaluationHook(Hook):
 
     @override
     def on_end(self) -> None:
-        if not self.session.signals.stop and self.collect(wait=True):
+        if not self.session.stops_everywhere() and self.collect(wait=True):
             self.evaluate(defer=False)
 
     def evaluate(self, *, defer: bool = True) -> None:
@@ -196,7 +196,7 @@ class EvaluationHook(Hook):
         # Servers keep one earlier version, so one deferred evaluation is in flight at most.
         defer = defer and session.step < session.rounds.total_steps
         self.collect(wait=True)
-        if session.signals.stop:
+        if session.stops_everywhere():
             return
         try:
             with session.phase("evaluating", self.describe):

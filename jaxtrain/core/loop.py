@@ -31,7 +31,8 @@ def train(
     """
     with open_run(config, task, command, open_answers) as run:
         train_rounds(run)
-        if run.session.signals.stop:
+        if run.session.stops_everywhere():
+            run.session.accept_stop()
             report_stop(run)
         else:
             finish(run)

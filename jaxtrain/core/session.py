@@ -33,6 +33,7 @@ from jaxtrain.core.step import (
     make_step,
 )
 from jaxtrain.core.task import Round, Rounds, Task, abstract_batch
+from jaxtrain.distributed.broadcast import broadcast
 from jaxtrain.distributed.compile_cache import CompileCounter
 from jaxtrain.distributed.feed import place_of, row_shards
 from jaxtrain.distributed.processes import stop_requested
@@ -230,6 +231,11 @@ class Session:
     def stop_requested(self) -> bool:
         """Return whether a signal, here or elsewhere, asks for the end of the run."""
         return bool(self.signals and self.signals.stop) or bool(stop_requested())
+
+    def stops_everywhere(self) -> bool:
+        """Return on every process whether the run is to stop, as process 0 has heard: for a branch
+        with collectives, for a signal reaches one process before another."""
+        return broadcast("whether to stop", self.stop_requested)
 
 
 def compile_step(

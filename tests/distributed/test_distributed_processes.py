@@ -250,6 +250,21 @@ def test_processes_stop_together_and_report_a_loss_once(tmp_path):
     assert len(lines) == 1 and "process 0 on" in lines[0]
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [True, False])
+def test_a_signal_to_a_single_process_while_all_evaluate(last, tmp_path):
+    """All of them write the model, or none does."""
+    rows = '{path="builtin:calculator", options={num_rows=300}}'
+    words = [f"data.eval_datasets=[{rows}]", "eval.max_batches=100000", "eval.every=2"]
+    words += [f"run.max_steps={2 if last else 100000}", "run.export=true"]
+    running = start(tmp_path / "run", 2, *words, "parallel.fsdp=2", "parallel.data=2")
+    wait_for_step(tmp_path / "run", 2)
+    running[1].send_signal(signal.SIGTERM)
+    assert finish(running, 60) == [0, 0], output(tmp_path / "run", 0)
+    stopped = any("SIGTERM: saved step" in line for line in output(tmp_path / "run", 0))
+    assert stopped != (tmp_path / "run" / "run" / "model").exists() and (stopped or last)
+
+
 @pytest.mark.thorough
 def test_config_errors_are_printed_once(tmp_path):
     running = start(tmp_path / "all", 2, "data.sequence_len=100000")
