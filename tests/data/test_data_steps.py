@@ -1,9 +1,11 @@
 """The source: epochs, resume at any point, workers, streams, drops, eval; on in-memory rows."""
 
+import gc
 import json
 import multiprocessing
 import os
 import signal
+import threading
 from dataclasses import dataclass
 from itertools import islice
 from types import SimpleNamespace
@@ -243,6 +245,54 @@ def test_a_user_error_of_the_tokenizer_arrives_unchanged():
 
     with pytest.raises(UserError, match=r"^x row 0: too long$"):
         next(open_source([MixturePart("x", make_rows(1), refuse)], make_data()))
+
+
+@pytest.mark.parametrize("error", [KeyError("text"), SystemExit("a plugin's end")])
+def test_an_error_of_the_tokenizer_comes_again_until_a_state_is_restored(error):
+    rows = make_rows(40)
+    fails = [True]
+
+    def tokenize(row, origin):
+        if row["id"] == 30 and fails:
+            raise error
+        return Tokenize()(row, origin)
+
+    source = open_source([MixturePart("a", rows, tokenize)], make_data(shuffle=False), num_epochs=1)
+    state = None
+    for _ in range(2):
+        with pytest.raises(type(error)):
+            while True:
+                next(source)
+                state = source.state()
+    assert state is not None
+    fails.clear()
+    source.restore(state)
+    rest = list(source)
+    whole = list(
+        open_source([MixturePart("a", rows, Tokenize())], make_data(shuffle=False), num_epochs=1)
+    )
+    for expected, got in zip(whole[-len(rest) :], rest, strict=True):
+        np.testing.assert_array_equal(got[0].tokens, expected[0].tokens)
+    source.close()
+
+
+def test_a_source_that_is_collected_on_its_reading_thread_is_closed(monkeypatch):
+    ready, closed = threading.Event(), threading.Event()
+    monkeypatch.setattr(IndexedReader, "close", lambda reader: closed.set())
+
+    def tokenize(row, origin):
+        if row["id"] > 60:
+            ready.wait(30)
+            gc.collect()
+        return Tokenize()(row, origin)
+
+    part = MixturePart("a", make_rows(100), tokenize)
+    source = open_source([part], make_data(shuffle=False, prefetch=100))
+    next(source)
+    source.cycle = source
+    del source
+    ready.set()
+    assert closed.wait(30)
 
 
 def test_a_dataset_smaller_than_a_batch_repeats_or_is_padded():

@@ -159,15 +159,18 @@ def count_images(rows: Sequence[Sequence[Tree | Forest]]) -> dict[str, int]:
 
 class _ReadAhead:
     """StepIterator read by a thread, at most `size` batches ahead; its state is that after the
-    batch that was returned last."""
+    batch that was returned last. An error, or the end, comes again each time."""
 
     def __init__(self, steps: StepIterator, size: int):
         self._steps, self._state = steps, steps.get_state()
         self._items: queue.Queue = queue.Queue(size)
         self._stop = threading.Event()
         self._thread: threading.Thread | None = None
+        self._end: BaseException | None = None
 
     def __next__(self) -> Batch:
+        if self._end is not None:
+            raise self._end
         if self._thread is None:
             self._stop.clear()
             # The thread holds no reference to self, which is closed by its owner's finalizer.
@@ -176,10 +179,10 @@ class _ReadAhead:
                 target=_read_steps, args=arguments, name="pack-batches", daemon=True
             )
             self._thread.start()
-        batch, state, error = self._items.get()
-        if error is not None:
+        batch, state, self._end = self._items.get()
+        if self._end is not None:
             self._halt()
-            raise error
+            raise self._end
         self._state = state
         return batch
 
@@ -188,10 +191,16 @@ class _ReadAhead:
 
     def set_state(self, state: dict) -> None:
         self._halt()
+        self._end = None
         self._steps.set_state(state)
         self._state = self._steps.get_state()
 
     def close(self) -> None:
+        if threading.current_thread() is self._thread:
+            # The garbage collector runs this on the thread that reads, which cannot wait for itself
+            # and may hold the lock of the queue.
+            threading.Thread(target=self.close, name="close-batches").start()
+            return
         self._halt()
         self._steps.close()
 
@@ -214,7 +223,8 @@ def _read_steps(steps: StepIterator, items: queue.Queue, stop: threading.Event) 
         while not stop.is_set():
             batch = next(steps)
             items.put((batch, copy.deepcopy(steps.get_state()), None))
-    except Exception as error:  # StopIteration, too: raised where the batch is asked for
+    # StopIteration and SystemExit, too: raised where the batch is asked for, which waits for it.
+    except BaseException as error:
         items.put((None, None, error))
 
 
@@ -299,10 +309,4 @@ class BatchSource:
 
 def _close(iterators: list) -> None:
     while iterators:
-        try:
-            iterators.pop().close()
-        except RuntimeError as error:
-            # The garbage collector may run this on the prefetch thread itself, which cannot join
-            # itself. It has received the stop signal and ends.
-            if "current thread" not in str(error):
-                raise
+        iterators.pop().close()
