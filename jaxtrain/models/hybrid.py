@@ -119,6 +119,8 @@ class HybridConfig(TextConfig):
     """A TextConfig with layers of linear attention."""
 
     norm: ClassVar[type[RMSNorm]] = ZeroCenteredRMSNorm
+    activations: ClassVar[Collection[str]] = ("silu", "swish")
+    """That of the convolution, too."""
     linear_spec: ClassVar[DeltaSpec] = DeltaSpec()
     rope_keys: ClassVar[tuple[str, ...]] = (
         *("partial_rotary_factor", "mrope_section", "mrope_interleaved"),

@@ -2,7 +2,7 @@
 many-th layer, and experts in place of the MLP in every so many-th."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, ClassVar, Self
 
 import numpy as np
@@ -40,6 +40,8 @@ class Config(ExpertsConfig):
     architecture: ClassVar[str] = "JambaForCausalLM"
     model_type: ClassVar[str] = "jamba"
     final_norm_name: ClassVar[str] = "final_layernorm"
+    activations: ClassVar[Collection[str]] = ("silu", "swish")
+    """That of the convolution, too."""
     renamed: ClassVar[Mapping[str, str]] = {"num_local_experts": "num_experts"}
     fixed: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         **dict.fromkeys(CARRIED, ()),

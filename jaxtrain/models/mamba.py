@@ -1,8 +1,8 @@
 """Shared parts of families with Mamba-2 layers: attributes, tensor names, limits of dt."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Self
 
 from jaxtrain.errors import UserError
 from jaxtrain.huggingface.files import describe
@@ -17,6 +17,9 @@ from jaxtrain.models.naming import layer_entry, linear_entries
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Mamba2Config(DecoderConfig):
     """A DecoderConfig with Mamba-2 layers (Bamba, Granite 4, Falcon-H1)."""
+
+    activations: ClassVar[Collection[str]] = ("silu", "swish")
+    """That of the convolution, too."""
 
     mamba_n_heads: int
     mamba_d_head: int

@@ -144,6 +144,15 @@ def test_what_is_not_computed_is_refused(name, change, words):
         families.config_from_hf({**RAW[name], **change})
 
 
+@pytest.mark.parametrize(
+    "name", ["bamba", "falcon_h1", "granitemoehybrid", "jamba", "qwen3_5", "qwen3_next"]
+)
+def test_the_convolution_has_the_activation_of_config(name):
+    """transformers takes hidden_act for both; here the convolution has silu alone."""
+    with pytest.raises(UserError, match="hidden_act='gelu'; supported: .'silu'"):
+        families.config_from_hf({"model_type": name, **RAW.get(name, {}), "hidden_act": "gelu"})
+
+
 def test_published_spellings_are_read():
     """Spellings that occur in the Hub's files; infinity as transformers 5 writes it."""
     raw = {**RAW["nemotron_h"], "rope_theta": 10000, "norm_eps": 1e-5, "partial_rotary_factor": 1.0}
