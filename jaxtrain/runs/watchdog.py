@@ -185,6 +185,9 @@ def describe_silent_end(folder: Path, outside: Sequence[str] = ()) -> str:
 class Signals:
     """Context: the first SIGTERM or SIGINT sets `stop`, the second ends the process at once.
 
+    With several processes the first is passed on instead, and `stop` is set where all of them do
+    so: one that alone left out a collective would have the others wait for it.
+
     Python runs signal handlers between two bytecodes of the main thread, which a compilation keeps
     busy for minutes; the C handler's wake-up socket is read by a thread of its own instead.
     """
@@ -192,9 +195,10 @@ class Signals:
     WATCHED = (signal.SIGTERM, signal.SIGINT)
 
     def __init__(self, log: LogFunction, on_signal: LogFunction | None = None):
-        """on_signal: called with the first signal's name, in the signal thread."""
+        """on_signal: called with the first signal's name, in the signal thread, in place of setting
+        `stop`."""
         self.log, self.on_signal = log, on_signal
-        self.stop = False
+        self.stop = self._received = False
         self.name = ""
 
     def __enter__(self) -> "Signals":
@@ -216,12 +220,13 @@ class Signals:
         while received := self._reader.recv(1):
             if received[0] not in self.WATCHED:
                 continue
-            if self.stop:
+            if self._received or self.stop:
                 os.write(2, b"\n\x1b[?25h" if os.isatty(2) else b"\n")
                 os._exit(128 + received[0])
-            self.name = signal.Signals(received[0]).name
-            self.stop = True
-            if self.on_signal is not None:
+            self.name, self._received = signal.Signals(received[0]).name, True
+            if self.on_signal is None:
+                self.stop = True
+            else:
                 self.on_signal(self.name)
             self.log(f"{self.name}: stopping after this step; once more to exit at once")
         self._reader.close()

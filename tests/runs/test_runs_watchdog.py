@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
@@ -160,6 +161,15 @@ def test_the_second_signal_works_while_the_main_thread_is_in_native_code():
     child.send_signal(signal.SIGTERM)
     child.communicate(timeout=20)
     assert child.returncode == 143
+
+
+def test_with_several_processes_a_signal_stops_none_alone():
+    from jaxtrain.runs.watchdog import Signals
+
+    passed = queue.Queue()
+    with Signals(print, passed.put) as signals:
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert passed.get(timeout=20) == "SIGTERM" and not signals.stop
 
 
 def test_handlers_are_put_back():
