@@ -34,11 +34,13 @@ def toy(monkeypatch):
         pytest.param(RAW["qwen3_5"], True, marks=pytest.mark.slow),
         pytest.param(RAW["nemotron_h_moe"], True, marks=pytest.mark.thorough),
         pytest.param({**SIZES, **ADDED["falcon_h1"]}, True, marks=pytest.mark.thorough),
+        pytest.param({**SIZES, **ADDED["jamba"]}, True, marks=pytest.mark.thorough),
         pytest.param({**SIZES, **EXPERTS["lfm2_moe"]}, True, marks=pytest.mark.thorough),
         pytest.param({**SIZES, **GEMMA["gemma4_per_layer"]}, False, marks=pytest.mark.thorough),
     ],
     ids=[
-        *("attention", "rings", "recurrent", "hybrid", "mamba", "side_by_side", "convolutions"),
+        *("attention", "rings", "recurrent", "hybrid", "mamba", "side_by_side", "scan"),
+        "convolutions",
         "shared_keys",
     ],
 )
