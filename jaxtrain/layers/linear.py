@@ -37,9 +37,10 @@ class LayerInit:
             return self.std * jax.random.normal(key, shape, self.param_dtype)
         # Outside of a program: a number depends on its index alone, so few programs draw arrays of
         # all sizes, with the bits that a program of the whole model draws.
-        rounded = 4 ** max(5, math.ceil(math.log(size, 4)))
+        rounded = 4 ** max(5, math.ceil(math.log(max(size, 1), 4)))
         drawn = _draw_normal(key, rounded, self.std, jnp.dtype(self.param_dtype))
-        return np.asarray(drawn)[:size].reshape(shape)
+        # Cut on the host, where a shape takes no program.
+        return jnp.asarray(np.asarray(drawn)[:size].reshape(shape))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))

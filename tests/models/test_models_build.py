@@ -3,6 +3,7 @@
 import json
 
 import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from jaxtrain.config.model import ModelConfig
 from jaxtrain.core.bundle import check_backends, model_options
 from jaxtrain.distributed.mesh import make_mesh
 from jaxtrain.errors import UserError
+from jaxtrain.layers.linear import LayerInit
 from jaxtrain.layers.moe import MoE
 from jaxtrain.models import build, families, finite, loading, saving
 from jaxtrain.models.parameters import split_model
@@ -170,6 +172,18 @@ def test_functions_of_what_is_drawn_are_rounded_alike(name, path):
     expected = split_model(build.init(config, 5))[0][path]
     ((_, value),) = build.draw_params(config, 5, only={path})
     np.testing.assert_array_equal(value, expected)
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (0, 4)])
+def test_a_layer_gets_an_array_of_jax_outside_of_a_program(shape):
+    """Layers of families from outside may call its methods."""
+
+    def draw(key):
+        init = LayerInit(nnx.Rngs(params=key), 0.1, jnp.bfloat16)
+        return init.normal(shape).at[0:1].set(2.0)
+
+    key = jax.random.key(3)
+    np.testing.assert_array_equal(draw(key), jax.jit(draw)(key))
 
 
 @pytest.mark.slow
