@@ -5,6 +5,8 @@ import sys
 
 import pytest
 
+from jaxtrain import light_transformers
+
 PROGRAM = """
 import pickle, sys
 from jaxtrain import light_transformers, plugins
@@ -88,3 +90,16 @@ def test_transformers_is_light_until_a_plugin_is_imported(run):
 @pytest.mark.slow
 def test_a_plugin_may_come_before_any_tokenizer(run):
     assert run(BEFORE_A_TOKENIZER) == ["False False", "True"]
+
+
+@pytest.mark.slow
+def test_tokenizers_of_folders_are_those_of_transformers():
+    """But for classes whose libraries are missing, each of which is another object every time."""
+    import transformers
+
+    names = [name for name in transformers.__all__ if name.endswith("Tokenizer")]
+    classes = {name: light_transformers.find_tokenizer_class(name) for name in names}
+    assert {"Qwen2Tokenizer", "LlamaTokenizer"} <= {n for n, kind in classes.items() if kind}
+    for name, kind in classes.items():
+        if kind is not None and not kind.__qualname__.endswith("Placeholder"):
+            assert kind is getattr(transformers, name), name
