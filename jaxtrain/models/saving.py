@@ -87,9 +87,11 @@ def save(
     return loss
 
 
-def fetch_small(array: jax.Array) -> jax.Array | np.ndarray:
+def fetch_small(array: jax.Array | np.ndarray) -> jax.Array | np.ndarray:
     """Return an array on the host, but a large one as it is: to cut layers out of it on a device
     takes two programs for each shape, and to fetch it whole the host's memory."""
+    if isinstance(array, np.ndarray):
+        return array
     small = array.nbytes <= SMALL_BYTES and array.is_fully_addressable
     return to_host(array) if small else array
 
