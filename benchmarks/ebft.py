@@ -87,12 +87,13 @@ def main() -> None:
     add_sizes(parser, 32, 4, 512, 256)
     parser.add_argument("--rows", type=int, default=4, help="of a microstep")
     parser.add_argument("--runs", nargs="+", choices=RUNS, default=list(RUNS))
+    parser.add_argument("words", nargs="*", help="further overrides, section.key=value")
     args = parser.parse_args()
     table = Table(COLUMNS, args.out, command_line(), hardware=query_gpu())
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         for name in args.runs:
-            lines = run_config(make_config(args, folder, name), folder / name, [])
+            lines = run_config(make_config(args, folder, name), folder / name, args.words)
             table.add(summarize(name, lines))
 
 

@@ -90,6 +90,8 @@ class Setting:
     """Storage of the frozen matrices."""
     matmul: str = "default"
     """model.matmul of a config."""
+    moments: str = "params"
+    """optim.moments of a config."""
     param_dtype: str = "float32"
     dtype: str = "bfloat16"
     rows: int = 1
@@ -119,6 +121,7 @@ class Setting:
             parts += [f"lora={self.lora}", self.target]
         parts += [self.quantize] if self.quantize != "none" else []
         parts += [self.matmul] if self.matmul != "default" else []
+        parts += [f"moments={self.moments}"] if self.moments != "params" else []
         parts += [f"{axis}={size}" for axis, size in self.mesh]
         parts += [f"{name.removeprefix('xla_')}={value}" for name, value in self.flags]
         return " ".join([*parts, self.note]).rstrip()
@@ -131,6 +134,7 @@ class Program:
 
     def __init__(self, setting: Setting, batch: Batch | None = None, optim: OptimConfig = OPTIM):
         self.setting = setting
+        optim = optim.model_copy(update={"moments": setting.moments})
         self.mesh = make_mesh(jax.devices()[: setting.num_devices], **dict(setting.mesh))
         self.architecture = families.config_from_hf(setting.raw())
         rows = setting.rows * row_shards(self.mesh)
@@ -250,7 +254,11 @@ def choose_settings(options: argparse.Namespace) -> list[Setting]:
     per_entry = itertools.product(
         options.model, options.work, options.impl, options.remat, options.layers
     )
-    return [Setting(*entry, **shared, matmul=how) for entry in per_entry for how in options.matmul]
+    return [
+        Setting(*entry, **shared, matmul=matmul, moments=moments)
+        for entry in per_entry
+        for matmul, moments in itertools.product(options.matmul, options.moments)
+    ]
 
 
 COLUMNS = (
@@ -352,6 +360,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--remat", nargs="+", default=["none"])
     parser.add_argument("--layers", nargs="+", choices=["scan", "unroll"], default=["scan"])
     parser.add_argument("--matmul", nargs="+", default=["default"], help="model.matmul")
+    parser.add_argument("--moments", nargs="+", default=["params"], help="optim.moments")
     parser.add_argument("--depth", type=int, default=0, help="layers instead of the model's")
     parser.add_argument("--lora", type=int, default=0, help="rank; 0 trains everything")
     parser.add_argument("--quantize", default="none", help="storage of frozen matrices, as nf4")
@@ -377,7 +386,7 @@ def main(arguments: list[str] | None = None) -> dict:
         table.add(measure_setting(setting, trace), draw)
     options.impl = options.impl or [""]
     works = dict.fromkeys(
-        dataclasses.replace(setting, impl="", remat="", layers="", flags=())
+        dataclasses.replace(setting, impl="", remat="", layers="", moments="", flags=())
         for setting in choose_settings(options)
     )
     for setting, peer in itertools.product(works, options.peer):
