@@ -12,7 +12,6 @@ guess could be wrong.
 """
 
 import json
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -117,13 +116,19 @@ def find_parameters(name: str, tools: Sequence[Any]) -> Mapping[str, Any]:
         if isinstance(function, Mapping) and function.get("name") == name:
             parameters = function.get("parameters")
             parameters = parameters if isinstance(parameters, Mapping) else {}
-            values, shared = parameters.get("properties"), parameters.get("$defs")
+            values, shared = parameters.get("properties"), read_definitions(parameters)
             values = values if isinstance(values, Mapping) else {}
             return {
-                key: {**value, "$defs": shared} if isinstance(value, Mapping) else value
+                key: {"$defs": shared, **value} if isinstance(value, Mapping) else value
                 for key, value in values.items()
             }
     return {}
+
+
+def read_definitions(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return what `$ref` of a schema may name; older drafts call it definitions."""
+    shared = schema.get("$defs") or schema.get("definitions")
+    return shared if isinstance(shared, Mapping) else {}
 
 
 TYPES: Mapping[str, tuple[type, ...]] = {
@@ -147,6 +152,8 @@ def read_value(text: str, schema: Any) -> Any:
         return text
     try:
         value = json.loads(PYTHON.get(text.strip(), text))
+        # Python reads NaN and 1e400, which are no numbers of JSON, wherever they stand.
+        json.dumps(value, allow_nan=False)
     except (ValueError, RecursionError):
         return text
     if "string" in allowed:
@@ -154,24 +161,26 @@ def read_value(text: str, schema: Any) -> Any:
     kinds = {kind for name in allowed for kind in TYPES.get(name, ())}
     if type(value) is float and value.is_integer() and float not in kinds and int in kinds:
         return int(value)
-    if isinstance(value, float) and not math.isfinite(value):
-        return text  # Python reads NaN and 1e400, which are no numbers of JSON
     return value if type(value) in kinds else text
 
 
-def list_types(schema: Any, depth: int = 0, shared: Any = None) -> set[str]:
+def list_types(
+    schema: Any, depth: int = 0, shared: Mapping[str, Any] | None = None, seen: Any = None
+) -> set[str]:
     """Return the names of the types that a JSON schema allows; empty if it names none. shared:
-    definitions that it may refer to."""
+    definitions that it may refer to. seen: names of those that were looked up."""
     if not isinstance(schema, Mapping) or depth > MAX_NESTING:
         return set()
-    shared = schema.get("$defs") or shared
-    if isinstance(name := schema.get("$ref"), str) and isinstance(shared, Mapping):
-        return list_types(shared.get(name.removeprefix("#/$defs/")), depth + 1, shared)
+    shared, seen = read_definitions(schema) or shared or {}, set() if seen is None else seen
     kind = schema.get("type")
     names = set(kind) if isinstance(kind, list) else {kind} if isinstance(kind, str) else set()
-    for key in ("anyOf", "oneOf"):
+    name = str(schema.get("$ref", "")).rpartition("/")[2]
+    if name in shared and name not in seen:  # again, it could add nothing, and might never end
+        seen.add(name)
+        names |= list_types(shared[name], depth + 1, shared, seen)
+    for key in ("anyOf", "oneOf", "allOf"):
         for option in schema.get(key) or ():
-            names |= list_types(option, depth + 1, shared)
+            names |= list_types(option, depth + 1, shared, seen)
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if not names and isinstance(values, list):
         found = {name for name, kinds in TYPES.items() for v in values if type(v) in kinds}

@@ -291,7 +291,11 @@ def test_thoughts_and_calls_of_others_than_the_assistant_are_reported(tokenizer,
 
 @pytest.mark.parametrize(
     "said",
-    [{"content": None, "refusal": "No."}, {"content": [{"type": "refusal", "refusal": "No."}]}],
+    [
+        {"content": None, "refusal": "No."},
+        {"content": [{"type": "refusal", "refusal": "No."}]},
+        {"content": [{"type": "refusal", "text": "No."}]},
+    ],
 )
 def test_a_refusal_is_the_answer(tokenizer, said):
     refusal = {"role": "assistant", **said}

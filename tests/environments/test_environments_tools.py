@@ -146,6 +146,8 @@ DEFINITIONS = {
     "Maybe": {"type": ["integer", "null"]},
     "Loop": {"$ref": "#/$defs/Loop"},
 }
+MANY = {"Many": {"anyOf": [{"type": "integer"}, *[{"$ref": "#/$defs/Many"}] * 3]}}
+"""Every definition is looked up once, or this would take 3 to the power of the greatest depth."""
 NULLABLE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
 
 
@@ -178,6 +180,12 @@ NULLABLE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
         ('{"a": 1}', {"$ref": "#/$defs/Point", "$defs": DEFINITIONS}, {"a": 1}),
         ("null", {"anyOf": [{"$ref": "#/$defs/Maybe"}], "$defs": DEFINITIONS}, None),
         ("5", {"$ref": "#/$defs/Loop", "$defs": DEFINITIONS}, "5"),
+        ("5", {"$ref": "#/definitions/Maybe", "definitions": DEFINITIONS}, 5),
+        ("5", {"allOf": [{"$ref": "#/$defs/Maybe"}], "$defs": DEFINITIONS}, 5),
+        ("null", {"$ref": "#/$defs/Point", "nullable": True, "$defs": DEFINITIONS}, None),
+        ("5", {"$ref": "#/$defs/Many", "$defs": MANY}, 5),
+        ('{"a": NaN}', {"type": "object"}, '{"a": NaN}'),
+        ("[1e400]", {"type": "array"}, "[1e400]"),
         ("5", {"type": ["string", "integer"]}, "5"),
         ("2", {"enum": [1, 2]}, 2),
         ("2", {"enum": ["1", "2"]}, "2"),

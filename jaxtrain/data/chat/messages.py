@@ -237,8 +237,10 @@ class MessageReader:
                     keys = ("type", *self.images.keys)
                 elif kind in ("thinking", "reasoning"):
                     thoughts.append(read_thought(kind, part.get(kind, part.get("text"))))
-                elif isinstance(text := part.get("refusal" if kind == "refusal" else "text"), str):
-                    texts.append(text)
+                elif kind == "refusal" and isinstance(part.get(kind), str):
+                    texts.append(part[kind])
+                elif isinstance(part.get("text"), str):
+                    texts.append(part["text"])
                 else:
                     described = f"of type {show(kind, 40)}" if "type" in part else "without type"
                     raise MalformedRow(f"only text content is supported, not a part {described}")

@@ -57,8 +57,7 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
             names = [path] if system.exists(path) else []
         if not names:
             raise UserError(f"no file at {show(url)} (key data.datasets[].path)")
-        # fsspec takes files of the web to be unchanging; their length and tags are in info.
-        state = [(name, str(system.ukey(name)), str(system.info(name))) for name in names]
+        state = [(name, str(system.ukey(name)), *describe_state(system, name)) for name in names]
         digest = hashlib.blake2b(repr((url, state)).encode(), digest_size=12).hexdigest()
         folder = _cache() / digest
         parents = [name.partition(mark)[0] for name in names]
@@ -80,6 +79,17 @@ def fetch(url: str, suffixes: Sequence[str]) -> Path | list[Path]:
     except Exception as error:  # file systems raise anything
         reason = f"{type(error).__name__}: {error}".splitlines()[0]
         raise UserError(f"{show(url)} cannot be read: {reason}") from error
+
+
+STATE_KEYS = ("size", "ETag", "Content-MD5", "Digest", "Last-Modified", "LastModified", "mtime")
+"""Keys of fsspec's info that change with a file; others, as an address that was signed for a while,
+change at every start."""
+
+
+def describe_state(system: Any, name: str) -> list[str]:
+    """Describe the state of a file: fsspec's key takes files of the web to be unchanging."""
+    info = system.info(name)
+    return [f"{key} {info[key]}" for key in STATE_KEYS if key in info]
 
 
 def unpack(file: Path) -> Path:
