@@ -250,8 +250,10 @@ def test_processes_stop_together_and_report_a_loss_once(tmp_path):
     assert len(lines) == 1 and "process 0 on" in lines[0]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("last", [True, False])
+@pytest.mark.parametrize(
+    "last",
+    [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.thorough)],
+)
 def test_a_signal_to_a_single_process_while_all_evaluate(last, tmp_path):
     """All of them write the model, or none does."""
     rows = '{path="builtin:calculator", options={num_rows=300}}'
