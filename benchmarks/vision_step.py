@@ -255,8 +255,8 @@ def measure_tower(config_path: str, rows: str) -> None:
         work = model.vision.forward_flops(images)
 
         def loss(params, images):
-            features, more = nnx.merge(graph, params)(images, None)
-            return sum(jnp.square(x.astype(jnp.float32)).mean() for x in (features, *more))
+            features, deep = nnx.merge(graph, params)(images, None)
+            return sum(jnp.square(x.astype(jnp.float32)).mean() for x in (features, *deep))
 
         row = jax_ms(jax.value_and_grad(loss), params, jax.tree.map(jnp.asarray, images))
     patches = int((np.asarray(images.until) - np.asarray(images.since) > 1).sum())
@@ -285,6 +285,14 @@ COLUMNS = (
 )
 
 
+def compare(rows: list[dict]) -> None:
+    """Set "x_best": tokens/s over the best of transformers' settings."""
+    measured = [row for row in rows if "failed" not in row and row["part"] != "tower"]
+    peers = [row["tokens_per_s"] for row in measured if row["part"] == "transformers"]
+    for row in measured if peers else ():
+        row["x_best"] = row["tokens_per_s"] / max(peers)
+
+
 def find_versions() -> str:
     """Return the versions of what is compared."""
     names = ("jax", "torch", "transformers")
@@ -311,17 +319,10 @@ def main() -> None:
         write_rows(folder, args.size)
         (folder / "template.jinja").write_text(TEMPLATE)
         for name in args.parts:
-            left = deadline - time.monotonic()
-            for row in PARTS[name](folder, args, left if name == "tower" else left / 2):
+            seconds = deadline - time.monotonic()
+            for row in PARTS[name](folder, args, seconds if name == "tower" else seconds / 2):
                 row["part"] = name
-                table.rows.append(row)
-                peers = [r for r in table.rows if r["part"] == "transformers" and "failed" not in r]
-                if peers:
-                    best = max(peer["tokens_per_s"] for peer in peers)
-                    for each in table.rows:
-                        if each["part"] != "tower" and "failed" not in each:
-                            each["x_best"] = each["tokens_per_s"] / best
-                table.rows.remove(row)
+                compare([*table.rows, row])
                 table.add(row)
     print("\n" + table.text(), flush=True)
 

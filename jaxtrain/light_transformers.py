@@ -72,15 +72,15 @@ class NameLoader(Loader):
 
     @staticmethod
     def defer(package: ModuleType) -> None:
-        """Let `package`, transformers, read its names when it is asked for an unknown one."""
+        """Defer the names of `package`, transformers, until it is asked for an unknown one."""
         read, usual = NameLoader.read, type(package)
         if read is None:
             return
 
         class LateNames(usual):
             def __getattr__(self, name: str) -> Any:
-                known = self._class_to_module, self._objects, self._modules
-                if not name.startswith("__") and not any(name in names for names in known):
+                tables = self._class_to_module, self._objects, self._modules
+                if not name.startswith("__") and not any(name in table for table in tables):
                     if (tokenizer := find_tokenizer_class(name)) is not None:
                         return tokenizer
                     self.__class__ = usual  # pyright: ignore

@@ -165,7 +165,10 @@ def read_value(text: str, schema: Any) -> Any:
 
 
 def list_types(
-    schema: Any, depth: int = 0, shared: Mapping[str, Any] | None = None, seen: Any = None
+    schema: Any,
+    depth: int = 0,
+    shared: Mapping[str, Any] | None = None,
+    seen: set[str] | None = None,
 ) -> set[str]:
     """Return the names of the types that a JSON schema allows; empty if it names none. shared:
     definitions that it may refer to. seen: names of those that were looked up."""
@@ -183,8 +186,8 @@ def list_types(
             names |= list_types(option, depth + 1, shared, seen)
     values = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if not names and isinstance(values, list):
-        found = {name for name, kinds in TYPES.items() for v in values if type(v) in kinds}
-        names = found | ({"string"} if any(isinstance(v, str) for v in values) else set())
+        listed = {name for name, kinds in TYPES.items() for v in values if type(v) in kinds}
+        names = listed | ({"string"} if any(isinstance(v, str) for v in values) else set())
     return names | ({"null"} if names and schema.get("nullable") is True else set())
 
 

@@ -19,10 +19,8 @@ from jaxtrain.errors import UserError
 ROOT = Path(__file__).parents[2]
 DATA = Path(os.environ.get("JAXTRAIN_TEST_DATA", ROOT.parent / "shared" / "data"))
 HEADER = "<|im_start|>assistant\n"
-UNKNOWN = (
-    "malformed row: unknown role 'wizard'; known are system, developer, user, assistant, tool"
-    " (a dataset's roles translates others)"
-)
+UNKNOWN = "malformed row: unknown role 'wizard'; known are system, developer, user, assistant, tool"
+UNKNOWN += " (key roles of the dataset translates others)"
 
 
 def tokenize(tokenizer, row, length=512, too_long="drop", **dataset):

@@ -15,7 +15,7 @@ from jaxtrain.config.data import DataConfig, DatasetConfig
 from jaxtrain.data.chat.messages import MalformedRow
 from jaxtrain.data.chat.prompt import prompt_tokens
 from jaxtrain.data.chat.template import load_tokenizer, render_text
-from jaxtrain.data.comparisons.preference_row import parse_talk, read_judged
+from jaxtrain.data.comparisons.preference_row import read_judged
 from jaxtrain.data.comparisons.preferences import Preferences, RankedReader, halve
 from jaxtrain.data.comparisons.ranked import Ranked, RankedPair, rank_pairs
 from jaxtrain.data.counts import drops_of
@@ -447,16 +447,6 @@ def test_columns_that_are_none(tokenizer, tmp_path):
     path = write(tmp_path, [SAME_PAIR["messages"]])
     with pytest.raises(UserError, match='these are preference data .*task.kind "preference"'):
         probe_samples(DatasetConfig(path=path), tokenizer, DataConfig())
-
-
-def test_hh_text():
-    text = "\n\nHuman: Hi\n\nthere\n\nAssistant: Yes\n\nHuman: Human: no\n\nAssistant:"
-    assert [(m["role"], m["content"]) for m in parse_talk(text)] == [
-        ("user", "Hi\n\nthere"),
-        ("assistant", "Yes"),
-        ("user", "Human: no"),
-        ("assistant", ""),
-    ]
 
 
 def test_unknown_rows_raise_nothing_but_malformed():

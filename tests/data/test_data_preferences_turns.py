@@ -3,6 +3,7 @@
 from test_data_preferences import TALK, log, only, recipe, write
 
 from jaxtrain.config import DatasetConfig
+from jaxtrain.data.comparisons.preference_row import parse_talk
 from jaxtrain.data.comparisons.ranked import RankedPair
 
 
@@ -27,3 +28,13 @@ def test_answers_at_the_end_of_messages_are_no_beginning(tokenizer):
     assert answers == only(tokenizer, {**row, "messages": TALK})[0][1]
     (prompt, answers), _ = only(tokenizer, {**row, "continue_final_message": True})
     assert prompt.endswith("old") and answers[0].startswith("good")
+
+
+def test_hh_text():
+    text = "\n\nHuman: Hi\n\nthere\n\nAssistant: Yes\n\nHuman: Human: no\n\nAssistant:"
+    assert [(m["role"], m["content"]) for m in parse_talk(text)] == [
+        ("user", "Hi\n\nthere"),
+        ("assistant", "Yes"),
+        ("user", "Human: no"),
+        ("assistant", ""),
+    ]

@@ -84,7 +84,7 @@ def test_a_file_that_unpacks_without_end_is_refused(tmp_path, monkeypatch):
 
 
 def test_a_replaced_compressed_file_gives_its_new_rows(tmp_path):
-    """Of the same size and time stamp."""
+    """Files of the same size and time stamp."""
     file = tmp_path / "a.jsonl.gz"
     for text in ("old", "new"):
         file.write_bytes(gzip.compress(json.dumps({"text": text}).encode(), mtime=0))

@@ -74,7 +74,7 @@ def test_a_turn_whose_flag_is_false_does_not_train(tokenizer, key):
         ({"content": [{"text": None}]}, "not a part without type"),
         (
             {"role": "User", "content": "a"},
-            r"unknown role 'User'; .* \(a dataset's roles translates",
+            r"unknown role 'User'; .* \(key roles of the dataset",
         ),
         ({"content": "a", "train_detail": [1]}, "train_detail"),
         ({"text": "a"}, "without content"),
@@ -123,7 +123,7 @@ def test_what_nothing_reads_is_named_once_a_row(tokenizer):
 
 
 def test_a_name_that_the_template_leaves_out_is_reported_on_every_path(tokenizer):
-    """Of a template that writes names, nothing is reported; a tool's name is that of its call."""
+    """A template that writes names has nothing to report; a tool's name is that of its call."""
     named = {**ASK, "name": "ada"}
     answers = [{"role": "assistant", "content": text} for text in "ab"]
     chat = {"messages": [named, answers[0]]}
@@ -256,7 +256,7 @@ def test_an_empty_prompt_is_one_unusable_row(tokenizer, row):
 
 
 def test_rows_of_a_mixed_file_are_counted_with_what_they_lack(tokenizer):
-    """One of them ended a run in its midst, without its name."""
+    """Such a row once ended a run in its midst, without its name."""
     kinds = [{"prompt": "a"}, {"text": "a"}, {"prompt": [{"text": "a"}]}, {"input": "a"}]
     rows, lines = PromptRows(kinds, DatasetConfig(path="x"), "data"), []
     assert len(measure_prompts(rows, SingleTurn(tokenizer), "x", lines.append)) == 2

@@ -255,7 +255,7 @@ def test_processes_stop_together_and_report_a_loss_once(tmp_path):
     [pytest.param(True, marks=pytest.mark.slow), pytest.param(False, marks=pytest.mark.thorough)],
 )
 def test_a_signal_to_a_single_process_while_all_evaluate(last, tmp_path):
-    """All of them write the model, or none does."""
+    """Either all processes write the model, or none does."""
     rows = '{path="builtin:calculator", options={num_rows=300}}'
     words = [f"data.eval_datasets=[{rows}]", "eval.max_batches=100000", "eval.every=2"]
     words += [f"run.max_steps={2 if last else 100000}", "run.export=true"]

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from forest_checks import check_branches, check_pieces, with_gradients
 from jaxtrain_kernels import causal_conv, ssd
 from jaxtrain_kernels.ssd import reference, xla
 from test_kernels_gated_delta import FORESTS, T, pack
@@ -36,21 +37,6 @@ def run_alone(path, x, dt, A, B, C, state):
     return actual, H
 
 
-def with_gradients(function):
-    """(arguments, d_y, until, prev) -> y and the gradients to all arguments."""
-
-    def run(arguments, d_y, until, prev):
-        def loss(arguments):
-            *inputs, state = arguments
-            y, _ = function(*inputs, until, prev, state=state)
-            return (y * d_y).sum(), y
-
-        (_, y), grads = jax.value_and_grad(loss, has_aux=True)(list(arguments))
-        return y, *grads
-
-    return jax.jit(run)
-
-
 RUN = with_gradients(functools.partial(xla.ssd, chunk=4, lanes=3))
 RUN_LONG = with_gradients(functools.partial(xla.ssd, lanes=1))
 RUN_REFERENCE = with_gradients(reference.ssd)
@@ -64,53 +50,22 @@ RUN_REFERENCE = with_gradients(reference.ssd)
     ],
 )
 def test_a_forest_is_its_branches(name, run):
-    """Outputs against numpy; gradients, of the first states too, against autodiff of the reference
-    in float64. Each row starts from a state, so roots are not all alike."""
     *arguments, d_y = draw()
-    rows = [pack(FORESTS[name]), pack(FORESTS["caterpillar"])]
-    until, prev = (jnp.asarray(np.stack([row[i] for row in rows])) for i in (0, 1))
-    with jax.enable_x64(True):
-        provided = ([jnp.asarray(item) for item in arguments], jnp.asarray(d_y), until, prev)
-        actual, expected = run(*provided), RUN_REFERENCE(*provided)
     x, dt, A, B, C, state = arguments
-    for row, (_, _, branches) in enumerate(rows):
-        unused = set(range(T))
-        for path in branches:
-            alone, _ = run_alone(path, x[row], dt[row], A, B[row], C[row], state[row])
-            for t in path:
-                scale = max(1, np.abs(alone[t]).max())
-                np.testing.assert_allclose(actual[0][row, t], alone[t], atol=1e-13 * scale)
-            unused -= set(path)
-        assert not np.asarray(actual[0])[row, sorted(unused)].any(), "padding gives 0"
-    for label, a, b in zip(("y", *NAMES), actual, expected, strict=True):
-        # The order of sums alone.
-        np.testing.assert_allclose(a, b, atol=1e-12 * np.abs(b).max(), err_msg=label)
+
+    def alone(path, row):
+        return run_alone(path, x[row], dt[row], A, B[row], C[row], state[row])[0]
+
+    check_branches(name, run, RUN_REFERENCE, arguments, d_y, alone, ("y", *NAMES))
 
 
 def test_a_row_in_pieces_ends_in_the_same_state():
-    """Prompts in pieces of any length and single tokens; what stands behind a row's end leaves no
-    trace, and a row without new tokens keeps its state bit for bit."""
     x, dt, A, B, C, state, _ = draw()
-    step = jax.jit(ssd)
-    with jax.enable_x64(True):
-        H, seen = jnp.asarray(state), np.zeros(2, int)
-        for width, counts in [(9, [9, 5]), (1, [1, 0]), (1, [1, 1]), (9, [0, 7]), (9, [2, 9])]:
-            part = [np.ones((2, width, *item.shape[2:])) for item in (x, dt, B, C)]
-            for array, item in zip(part, (x, dt, B, C), strict=True):
-                for row, count in enumerate(counts):
-                    array[row, :count] = item[row, seen[row] : seen[row] + count]
-            until = np.where(np.arange(width) < np.array(counts)[:, None], width, 0)
-            before, (x_, dt_, B_, C_) = H, map(jnp.asarray, part)
-            y, H = step(x_, dt_, jnp.asarray(A), B_, C_, jnp.asarray(until, jnp.int32), state=H)
-            for row, count in enumerate(counts):
-                index = range(seen[row] + count)
-                alone, last = run_alone(index, x[row], dt[row], A, B[row], C[row], state[row])
-                np.testing.assert_allclose(H[row], last, atol=1e-13)
-                for t in range(count):
-                    np.testing.assert_allclose(y[row, t], alone[seen[row] + t], atol=1e-13)
-                if count == 0:
-                    np.testing.assert_array_equal(H[row], before[row])
-            seen += counts
+
+    def alone(path, row):
+        return run_alone(path, x[row], dt[row], A, B[row], C[row], state[row])
+
+    check_pieces(ssd, (x, dt, A, B, C, state), alone)
 
 
 @pytest.mark.slow

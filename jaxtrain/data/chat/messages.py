@@ -175,10 +175,9 @@ class MessageReader:
         if role == "function_call":
             role, content, calls = "assistant", "", self._calls("function_call", content)
         elif role not in ACCEPTED:
-            known = ", ".join(ACCEPTED)
             raise MalformedRow(
-                f"unknown role {show(role, 40)}; known are {known} (a dataset's roles translates"
-                " others)"
+                f"unknown role {show(role, 40)}; known are {', '.join(ACCEPTED)} (key roles of the"
+                " dataset translates others)"
             )
         message: Message = {"role": role, "content": content}
         if role != "assistant" and (thought or part_thought or calls):

@@ -103,7 +103,7 @@ class AdapterSlots:
         return AdapterSlot(index, next(self._numbers))
 
     def free(self, slot: AdapterSlot) -> None:
-        """Let other adapters have a slot that no request is drawn with."""
+        """Return a slot that no request is drawn with to those for other adapters."""
         self._free.append(slot.index)
 
     def _read_factors(self, adapter: Adapter, trained: Params) -> dict[str, Factors] | None:
@@ -134,7 +134,7 @@ class AdapterSlots:
         if root != "stack" or spec.dora:
             return None
         layers = [i for i, layer in enumerate(self.model.stack.specs) if layer.kind == kind]
-        chosen = layers if spec.layers is None else [layers[place] for place in spec.layers]
+        chosen = layers if spec.layers is None else [layers[index] for index in spec.layers]
         names = [f"stack.layers.{layer}.{inner}" for layer in chosen]
         return names if names and all(map(self._has_slots, names)) else None
 
