@@ -7,7 +7,28 @@ shape, dtype or option) raises NotImplementedError with the reason before it com
 import logging
 from collections.abc import Callable, Mapping
 
+import jax
+
 log = logging.getLogger(__name__)
+
+
+def require_shapes(
+    op: str,
+    first: tuple[str, jax.Array],
+    expected: Mapping[str, tuple[jax.Array | None, tuple[int, ...], jax.typing.DTypeLike]],
+) -> None:
+    """Raise ValueError for an operand of another shape or dtype than expected; None has none.
+
+    first: name and array of the operand that the others follow from. expected: {name: (array,
+    shape, dtype)}.
+    """
+    label, base = first
+    for name, (array, shape, dtype) in expected.items():
+        if array is not None and (array.shape != shape or array.dtype != dtype):
+            raise ValueError(
+                f"{op}: {name} is {array.dtype}{list(array.shape)}, {label}"
+                f" {base.dtype}{list(base.shape)}; want {dtype}{list(shape)}"
+            )
 
 
 def dispatch(op: str, impl: str, backends: Mapping[str, Callable], *args, **kwargs):

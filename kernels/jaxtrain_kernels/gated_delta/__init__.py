@@ -4,7 +4,7 @@ the state of the token before it on its branch."""
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.dispatch import dispatch
+from jaxtrain_kernels.dispatch import dispatch, require_shapes
 from jaxtrain_kernels.gated_delta import gpu_decode, mosaic_gpu, reference, xla
 from jaxtrain_kernels.gated_delta.mosaic_gpu import find_chunks
 from jaxtrain_kernels.precision import accumulator
@@ -60,12 +60,7 @@ def gated_delta(
         "prev": (prev, (B, T), jnp.dtype(jnp.int32)),
         "state": (state, (B, N, K, V), wide),
     }
-    for name, (array, shape, dtype) in expected.items():
-        if array is not None and (array.shape != shape or array.dtype != dtype):
-            raise ValueError(
-                f"gated_delta: {name} is {array.dtype}{list(array.shape)}, q {q.dtype}"
-                f"{list(q.shape)}; want {dtype}{list(shape)}"
-            )
+    require_shapes("gated_delta", ("q", q), expected)
     if N % H:
         raise ValueError(f"gated_delta: {N} value heads are no multiple of {H} key heads")
     return dispatch(

@@ -4,7 +4,7 @@ takes the state of the token before it on its branch."""
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.dispatch import dispatch
+from jaxtrain_kernels.dispatch import dispatch, require_shapes
 from jaxtrain_kernels.precision import accumulator
 from jaxtrain_kernels.selective_scan import reference, xla
 
@@ -44,12 +44,7 @@ def selective_scan(
         "prev": (prev, (rows, T), int32),
         "state": (state, (rows, S, F), wide),
     }
-    for name, (array, shape, dtype) in expected.items():
-        if array is not None and (array.shape != shape or array.dtype != dtype):
-            raise ValueError(
-                f"selective_scan: {name} is {array.dtype}{list(array.shape)}, x"
-                f" {x.dtype}{list(x.shape)}; want {dtype}{list(shape)}"
-            )
+    require_shapes("selective_scan", ("x", x), expected)
     if state is None:
         state = jnp.zeros((rows, S, F), wide)
     return dispatch("selective_scan", impl, BACKENDS, x, dt, A, B, C, until, prev, state=state)

@@ -4,7 +4,7 @@ token takes the state of the token before it on its branch."""
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.dispatch import dispatch
+from jaxtrain_kernels.dispatch import dispatch, require_shapes
 from jaxtrain_kernels.precision import accumulator
 from jaxtrain_kernels.ssd import reference, xla
 
@@ -51,12 +51,7 @@ def ssd(
         "prev": (prev, (rows, T), int32),
         "state": (state, (rows, N, S, P), wide),
     }
-    for name, (array, shape, dtype) in expected.items():
-        if array is not None and (array.shape != shape or array.dtype != dtype):
-            raise ValueError(
-                f"ssd: {name} is {array.dtype}{list(array.shape)}, x {x.dtype}{list(x.shape)}; want"
-                f" {dtype}{list(shape)}"
-            )
+    require_shapes("ssd", ("x", x), expected)
     if N % G:
         raise ValueError(f"ssd: {N} heads are no multiple of {G} groups")
     return dispatch("ssd", impl, BACKENDS, x, dt, A, B, C, until, prev, state=state)
